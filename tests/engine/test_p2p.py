@@ -11,6 +11,7 @@ import ray
 
 from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, distance, perturbed
 from tests.engine.requests import eventually
+from tests.engine.test_sharded_push import Ranks, Whole
 from tests.engine.test_version_spans import Weights, compare, pushes_under_load, scored_spans
 from tests.engine.trainers import Breaking
 from torchrl_vllm_sync import attach
@@ -75,6 +76,22 @@ def test_a_source_that_breaks_off_leaves_the_weights_as_they_were(plain, model):
     assert_holds(plain, model)
     plain.push_weights(other)
     assert_holds(plain, perturbed(load_tiny_model(model.name_or_path), seed=3))
+
+
+def test_ranks_of_a_sharded_trainer_write_their_own_parts(plain, model, checkpoint):
+    ranks, whole = Ranks(plain.name, checkpoint), Whole(model)
+    ranks.start()
+    try:
+        for _ in range(3):  # both memories, and one of them again
+            whole.step()
+            ranks.all("step")
+            ranks.all("count_gathers")
+            first, second = ranks.all("push", transport="p2p")
+            assert (first, first[1]) == (second, "p2p")
+            assert ranks.all("count_gathers") == [0, 0]
+            assert_holds(plain, model)
+    finally:
+        ranks.close()
 
 
 async def test_spans_are_exact(plain, checkpoint):

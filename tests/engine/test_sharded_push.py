@@ -96,6 +96,17 @@ class Rank:
         report = self._updaters[transport].push_weights(version=version)
         return report.version, report.transport, report.num_bytes
 
+    def count_gathers(self):
+        """Counts from now on; returns how many there have been since the last call."""
+        before, self._gathers = getattr(self, "_gathers", []), []
+
+        def launch(gather, *args):
+            self._gathers.append(1)
+            self._launch(gather, *args)
+
+        sharded.Gather.launch = launch
+        return len(before)
+
     def push_in_small_buckets(self):
         """A push that is on its way long before the last layer is gathered."""
         source = ShardedModuleSource(self._model, timeout_s=STEP_S)

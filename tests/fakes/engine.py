@@ -35,8 +35,8 @@ class BareUpdates(Updates):
         asked: Names of the methods that were called.
     """
 
-    def __init__(self, workers=(), version=0, run_id=None, whole=True):
-        super().__init__(quiet_engine(), AdmissionGate("0", version=version))
+    def __init__(self, workers=(), version=0, run_id=None, whole=True, name="0"):
+        super().__init__(quiet_engine(), AdmissionGate(name, version=version))
         self.workers, self.run_id, self.whole, self.asked = workers, run_id, whole, []
 
     async def call_workers(self, method, *args, timeout_s, what="", heartbeat=None):

@@ -50,7 +50,7 @@ class Replica(broadcast.Replica):
 
     def __init__(self, name, workers):
         super().__init__(name, workers)
-        self.loads = WrittenLoads(BareUpdates(workers))
+        self.loads = WrittenLoads(BareUpdates(workers, name=name))
 
     def describe(self):
         return replace(super().describe(), node_id=this_node())

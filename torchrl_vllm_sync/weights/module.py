@@ -342,6 +342,7 @@ class Known:
     state: _State | None = None
     fit: Any = None  # how its tensors become those that engines expect, see :mod:`source`
     store: Any = None  # its connection to its process group's store, see :mod:`sharded`
+    writer: Any = None  # the engines' memory that its shards are written to, see :mod:`sharded`
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.weights.p2p.handover import this_node
 from torchrl_vllm_sync.weights.source import StableSource
 
 if TYPE_CHECKING:
@@ -85,12 +84,6 @@ def place_of(source: WeightSource) -> Place:
         return Place(node_id=this_node(), device_type=f"several devices ({kinds})")
     uuids = tuple(uuid for uuid in map(device_uuid, devices) if uuid)
     return Place(node_id=this_node(), device_type=kinds, device_uuids=uuids)
-
-
-def this_node() -> str:
-    """Returns what identifies this machine, or container: its name and its boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def device_uuid(device: torch.device) -> str:

@@ -1,8 +1,9 @@
-"""The tensors of a module sharded by FSDP2: each layer gathered on the sending rank, one ahead.
+"""The tensors of a module sharded by FSDP2: gathered on the sending rank, or written by each rank.
 
 The first of the module's ranks iterates; the others take part with ``participate()`` until the push
 ends. While one group of parameters (a decoder layer, or what comes before or after them) is
-consumed, the next is on its way, and no more than these two are ever alive.
+consumed, the next is on its way, and no more than these two are ever alive. A transport that writes
+into memory which all ranks reach gathers nothing: it has each rank write what that holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -26,7 +27,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from torchrl_vllm_sync.checks import Deadline, in_thread
-from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.errors import (
+    SyncError,
+    TransferError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
 from torchrl_vllm_sync.weights.broadcast.group import wait_until
 from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
@@ -36,16 +42,21 @@ from torchrl_vllm_sync.weights.module import (
     plan_of,
     repeated,
     same_values,
+    storage_key,
     unwrap,
 )
+from torchrl_vllm_sync.weights.p2p.handover import this_node
+from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut_of, finish, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.module import Bundle
+    from torchrl_vllm_sync.weights.module import Bundle, Plan
+    from torchrl_vllm_sync.weights.p2p.writes import Cut
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Gather:
@@ -140,8 +151,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 # ---- Rounds: the ranks of one trainer go through a push in step
 #
-# The leader writes what comes next ("gather group 3", or how the push ended) into the process
-# group's key-value store, and goes on only when every other rank has reported that it is ready. So
+# The leader writes what comes next ("gather group 3", "write your shards", or how the push ended)
+# into the process group's key-value store, and goes on only when every other rank has reported that
+# it is ready, and with the first report what it can take part in. So
 # a rank that fails is noticed before the others are inside a collective with it, and every wait
 # ends: with the others, with the failed rank's own reason, or at a deadline.
 #
@@ -152,7 +164,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # Every process that reaches the store can write into it, and torch's listens on all interfaces: so
 # a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
 
-FAILED, GATHER, VERDICT, BROKEN = "!", "g", "v", "broken"
+FAILED, GATHER, DOOR, WRITE, VERDICT, BROKEN = "!", "g", "d", "w", "v", "broken"
 STORE_ERRORS = dist.DistStoreError, dist.DistNetworkError
 # Of one value, checked once it is here: the store has no call for less.
 MOST_BYTES = 1 << 22
@@ -255,13 +267,33 @@ class LeadingRound:
 
     def __init__(self, ranks: TrainerRanks, number: int, digest: str) -> None:
         self._ranks, self._number, self._digest, self._step = ranks, number, digest, 0
-        self._store = ranks.store
+        self._store, self._is_left = ranks.store, False
+        self._offers: dict[int, str] = {}
 
-    def call(self, index: int) -> None:
-        """Waits until all are ready, and has them gather group ``index``."""
-        self._await_ready(self._ranks.timeout_s)
-        self._store.set(f"{self._number}/next/{self._step}", GATHER + str(index))
+    def call(self, what: str) -> None:
+        """Waits until all are ready, and has them do something."""
+        self.reports()
+        self._store.set(f"{self._number}/next/{self._step}", what)
         self._step += 1
+
+    def reports(self) -> dict[int, str]:
+        """Waits until all have done what they were called for, and returns what they wrote."""
+        return self._await_ready(self._ranks.timeout_s)
+
+    def offers(self) -> dict[int, Offer]:
+        """Waits until all have joined, and returns what they can take part in."""
+        if self._step == 0:
+            self.reports()
+        return {rank: _strict(text, Offer, rank) for rank, text in self._offers.items()}
+
+    @contextmanager
+    def left_on_failure(self) -> Iterator[None]:
+        """Inside, all have joined and wait for the leader: its failure need not wait for them."""
+        try:
+            yield
+        except BaseException:
+            self._is_left = True
+            raise
 
     def succeed(self, outcome: Any) -> None:
         """Ends the round with success on all ranks; a rank that is gone is logged."""
@@ -270,7 +302,8 @@ class LeadingRound:
     def fail(self, error: BaseException) -> None:
         """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
         # All that wait in a broken gather have joined, and so have those that a rank's error names.
-        waits = not self._ranks.is_broken and not isinstance(error, TrainerRankError)
+        is_known = self._ranks.is_broken or self._is_left
+        waits = not is_known and not isinstance(error, TrainerRankError)
         self._end(self._ranks.failure(error), waits=waits)
 
     def raise_reported(self) -> None:
@@ -286,7 +319,7 @@ class LeadingRound:
             return TrainerRankError(error.rank, f"{error.reason} ({reason})")
         return TrainerRankError(None, reason)
 
-    def _await_ready(self, timeout_s: float) -> None:
+    def _await_ready(self, timeout_s: float) -> dict[int, str]:
         """Waits until the others have begun what was called for before."""
         there = self._ranks.others
         try:
@@ -297,9 +330,11 @@ class LeadingRound:
         if missing := [rank for rank in self._ranks.others if rank not in reports]:
             more = f", as ranks {missing[1:]}" if missing[1:] else ""
             raise TrainerRankError(missing[0], f"was not ready within {timeout_s:g} s{more}")
-        for rank, digest in reports.items():
-            if self._step == 0 and digest != self._digest:
+        for rank, text in reports.items() if self._step == 0 else ():
+            digest, _, self._offers[rank] = text.partition(" ")
+            if digest != self._digest:
                 raise TrainerRankError(rank, "holds other tensors than the sending rank")
+        return reports
 
     def _present(self) -> list[int]:
         return [rank for rank in self._ranks.others if self._store.check([self._key(rank)])]
@@ -340,13 +375,16 @@ class FollowingRound:
         self._ranks, self._number, self._timeout_s, self._step = ranks, number, timeout_s, 0
         self._store, self._outcome = ranks.store, outcome
 
-    def ready(self, digest: str = "") -> None:
-        """Reports that this rank may be called: at first, or as its part of a gather has begun."""
-        self._store.set(self._ready(self._step), digest)
+    def ready(self, text: str = "") -> None:
+        """Reports that this rank may be called: at first, or as its part has begun or is done."""
+        self._store.set(self._ready(self._step), text)
         self._store.delete_key(self._ready(self._step - 1))
 
-    def next(self, timeout_s: float | None = None) -> int | Verdict:
-        """Waits for the leader's call: the index of the group to gather, or the verdict."""
+    def next(self, timeout_s: float | None = None) -> int | str | Passed | Verdict:
+        """Waits for the leader's call: the index of the group to gather, or the verdict.
+
+        Or a door that it asks for, or what is to be written.
+        """
         call = self._read(self._timeout_s if timeout_s is None else timeout_s)
         if isinstance(call, Verdict):
             self._store.delete_key(self._ready(self._step))
@@ -361,11 +399,15 @@ class FollowingRound:
             if isinstance(call, Verdict) and call.reason:
                 raise call.error
 
-    def _read(self, timeout_s: float) -> int | Verdict:
+    def _read(self, timeout_s: float) -> int | str | Passed | Verdict:
         key = f"{self._number}/next/{self._step}"
         call = self._ranks.await_text(key, timeout_s, "say what comes next")
         if call.startswith(VERDICT):
             return _read(call, self._outcome)
+        if call.startswith(WRITE):
+            return _strict(call.removeprefix(WRITE), Passed, self._ranks.leader)
+        if call == DOOR:
+            return DOOR
         return _number(call.removeprefix(GATHER), self._ranks.leader)
 
     def blame(self, reason: str) -> TrainerRankError:
@@ -408,6 +450,14 @@ def _read(call: str, outcome: Any = Any) -> Verdict:
         raise TrainerRankError(None, f"their store holds no verdict: {error}") from error
 
 
+def _strict(text: str, kind: type[T], rank: int) -> T:
+    """Reads what a rank, or any process, wrote."""
+    try:
+        return msgspec.convert(json.loads(text), kind)
+    except (ValueError, RecursionError) as error:
+        raise TrainerRankError(rank, f"wrote no {kind.__name__.lower()}: {error}") from error
+
+
 def _words_of(error: BaseException) -> str:
     """Returns the text about an error for the other ranks."""
     words = f"{type(error).__name__}: {error}"[:MOST_REASON]
@@ -430,6 +480,20 @@ class Group(NamedTuple):
 
     bundles: list[Bundle]
     tensors: dict[str, torch.Tensor]  # of the module, sharded as they are
+
+
+class Origin(NamedTuple):
+    """What a tensor is made of that is sent."""
+
+    sources: tuple[str, ...]  # tensors of the model
+    # where it begins in the one that it is a contiguous part of; ``None`` if it is none
+    begin: int | None
+
+
+Renaming: TypeAlias = (
+    "Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]"
+)
+PassOn: TypeAlias = "Callable[[Callable[[str, Callable[[], None]], None]], None]"
 
 
 class ShardedModuleSource:
@@ -456,6 +520,7 @@ class ShardedModuleSource:
             known.store = default, default.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._ranks = TrainerRanks(ranks, rank, known.store[1], timeout_s=timeout_s)
         self._round: LeadingRound | None = None
+        self._left: list[str] = []
         self._failure: TrainerRankError | None = None
 
     @property
@@ -471,7 +536,7 @@ class ShardedModuleSource:
 
     def metadata(self) -> list[ParamMeta]:
         """As those of a ``ModuleSource``, on any rank, without gathering."""
-        return plan_of(self._module, self._tensors()).metadata
+        return self._plan().metadata
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
@@ -487,13 +552,18 @@ class ShardedModuleSource:
             with self.lead():
                 yield from self
             return
+        yield from self._gathered(leading, self._groups())
+
+    def _gathered(
+        self, leading: LeadingRound, groups: list[Group], first: int = 0
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the whole tensors of groups, which the other ranks count from ``first`` on."""
         ahead: Gather | None = None
         try:
-            groups = self._groups()
             for index, group in enumerate(groups):
-                now, ahead = ahead or self._call(leading, index, group), None
+                now, ahead = ahead or self._call(leading, first + index, group), None
                 if index + 1 < len(groups):
-                    ahead = self._call(leading, index + 1, groups[index + 1])
+                    ahead = self._call(leading, first + index + 1, groups[index + 1])
                 whole = self._finish(now, leading)
                 del now
                 for bundle in group.bundles:
@@ -555,11 +625,25 @@ class ShardedModuleSource:
     def _follow(self, followed: FollowingRound) -> Verdict:
         """Gathers what the sending rank calls for, until it says how the push ended."""
         groups, under_way = self._groups(), deque[Gather]()
+        cuts, writer = self.cuts(), self._writer
         # Prepared before this rank is called: failing between the call and the launch leaves the
         # sending rank alone in a collective, and the process group out of step.
         expected, prepared = 0, self._prepare(groups[0])
-        followed.ready(metadata_digest(self.metadata()))
+        has_written = False
+        offer = json.dumps({"node": this_node(), "tokens": writer.tokens(cuts)})
+        followed.ready(f"{metadata_digest(self.metadata())} {offer}")
         while not isinstance(call := followed.next(), Verdict):
+            if isinstance(call, str):
+                followed.ready(writer.door())
+                continue
+            if isinstance(call, Passed):
+                self._write(call, followed)
+                has_written, whole = True, self._groups()
+                groups = whole + self._groups(call.left)
+                if groups[len(whole) :]:
+                    expected, prepared = len(whole), self._prepare(groups[len(whole)])
+                followed.ready()
+                continue
             with self._breaking():
                 if call != expected:  # a reader that stopped early begins again
                     prepared = self._prepare(self._called(groups, call))
@@ -572,13 +656,108 @@ class ShardedModuleSource:
                 self._finish(under_way.popleft(), followed)
         while under_way and not call.reason:
             self._finish(under_way.popleft(), followed)
+        if not has_written and not call.reason:  # the pushes go another way now
+            writer.keep(())
         return call
+
+    @property
+    def _writer(self) -> ShardWriter:
+        """What this rank, if it does not send, has kept of earlier pushes of this model."""
+        known = known_of(self._module)
+        known.writer = known.writer or ShardWriter()
+        return known.writer
+
+    def _write(self, passed: Passed, followed: FollowingRound) -> None:
+        """Writes this rank's shards to the memories that it knows or is passed now."""
+        device, watch = self.device, self._watch(followed, "memory was not passed on")
+        latest = Deadline(self._ranks.timeout_s + GRACE_S).at  # before, what is watched ends it
+        self._writer.take(passed, device, latest, watch)
+        write(self.shards(), self._writer.shards(passed.now), device)
+        finish(device)
+
+    # ---- Every rank its own shard, on the sending rank
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._tensors().values())).device
+
+    @torch.no_grad()
+    def shards(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns what this rank holds of each tensor, by its name in the model."""
+        held = self._tensors().items()  # as :func:`local`, in a tenth of the time
+        return [(name, one.to_local() if isinstance(one, DTensor) else one) for name, one in held]
+
+    def cuts(self) -> dict[str, Cut | None]:
+        """Returns what that is of the whole ones."""
+        return {name: cut_of(one, leads=self.leads) for name, one in self._tensors().items()}
+
+    def origins(self, renamed: Renaming) -> dict[str, Origin]:
+        """Returns what each published tensor is made of, under the names that it is sent by."""
+        plan, items, made_of = self._plan(), list[tuple[str, torch.Tensor]](), {}
+        for bundle in plan.bundles:
+            sources = [
+                torch.empty(plan.facts[one][0], dtype=plan.facts[one][1], device="meta")
+                for one in bundle.sources
+            ]
+            views = bundle.views(sources)
+            is_computed = views is None
+            if views is None:
+                empty = ((one, torch.empty(one.shape, device="meta")) for one in bundle.metadata)
+                views = [(meta.name, tensor) for meta, tensor in empty]
+            made_of |= {storage_key(one): (bundle.sources, is_computed) for _, one in views}
+            items += views
+        found: dict[str, Origin] = {}
+        for name, view in renamed(items):
+            sources, is_computed = made_of[storage_key(view)]
+            is_part = view.is_contiguous() and not is_computed
+            found[name] = Origin(sources, int(view.storage_offset()) if is_part else None)
+        return found
+
+    def offers(self) -> dict[int, Offer]:
+        """Waits until all other ranks have joined the push, and returns what they offer."""
+        with self._ranks.store_errors():
+            return self._leading.offers()
+
+    @contextmanager
+    def written(self, passed: Passed) -> Iterator[PassOn]:
+        """Has every other rank write its shards; leaving waits until all have.
+
+        Yields what passes a new memory on to them, while they wait for it.
+        """
+        leading, doors = self._leading, dict[int, str]()
+        with self._ranks.store_errors(), leading.left_on_failure():
+            if passed.new:
+                leading.call(DOOR)
+                doors = leading.reports()
+            leading.call(WRITE + json.dumps(msgspec.to_builtins(passed)))
+            watch = self._watch(leading, "the ranks did not take memory")
+
+            def pass_on(give: Callable[[str, Callable[[], None]], None]) -> None:
+                for rank, door in doors.items():
+                    try:
+                        give(door, watch)
+                    except TransferError as error:
+                        raise TrainerRankError(rank, str(error)) from error
+
+            yield pass_on
+            leading.reports()
+            self._left = passed.left
+
+    def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields whole tensors, gathered as by iteration, of those that :meth:`written` left."""
+        return self._gathered(self._leading, self._groups(self._left), len(self._groups()))
+
+    @property
+    def _leading(self) -> LeadingRound:
+        if self._round is None:
+            raise UnsupportedArgumentError("a sharded model must be sent inside of lead()")
+        return self._round
 
     def _call(self, leading: LeadingRound, index: int, group: Group) -> Gather:
         """Begins to gather a group on all ranks; takes the memory before the others are called."""
         gather = self._prepare(group)
         with self._ranks.store_errors():
-            leading.call(index)
+            leading.call(GATHER + str(index))
         with self._breaking():
             gather.launch(self._watch(leading))
         return gather
@@ -604,15 +783,17 @@ class ShardedModuleSource:
                     ranks.store.set(BROKEN, _written(ranks.failure(error)))
             raise
 
-    def _watch(self, turn: LeadingRound | FollowingRound) -> Callable[[], None]:
-        """Returns what raises once a rank has reported a failure, or a gather takes too long."""
+    def _watch(
+        self, turn: LeadingRound | FollowingRound, what: str = "a gather did not end"
+    ) -> Callable[[], None]:
+        """Returns what raises once a rank has reported a failure, or it takes too long."""
         deadline = Deadline(self._ranks.timeout_s)
 
         def watch() -> None:
             with self._ranks.store_errors():
                 turn.raise_reported()
             if deadline.passed:
-                raise turn.blame(f"a gather did not end within {self._ranks.timeout_s:g} s")
+                raise turn.blame(f"{what} within {self._ranks.timeout_s:g} s")
 
         return watch
 
@@ -626,10 +807,18 @@ class ShardedModuleSource:
         except RuntimeError as error:  # torch.distributed's backends raise nothing narrower
             raise turn.blame(f"a gather broke off: {error}") from error
 
-    def _groups(self) -> list[Group]:
-        """Returns the tensors of each decoder layer, and of what comes before and after them."""
+    def _plan(self) -> Plan:
+        return plan_of(self._module, self._tensors())
+
+    def _groups(self, of: Collection[str] | None = None) -> list[Group]:
+        """Returns the tensors of each decoder layer, and of what comes before and after them.
+
+        With ``of`` only what is made of these tensors of the model.
+        """
         tensors = self._tensors()
-        layers = itertools.groupby(plan_of(self._module, tensors).bundles, _layer_of)
+        bundles, wanted = plan_of(self._module, tensors).bundles, set(of or ())
+        kept = (one for one in bundles if of is None or not wanted.isdisjoint(one.sources))
+        layers = itertools.groupby(kept, _layer_of)
         grouped = [list(layer) for _, layer in layers]
         return [Group(one, {n: tensors[n] for b in one for n in b.sources}) for one in grouped]
 

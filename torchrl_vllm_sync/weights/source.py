@@ -32,6 +32,8 @@ from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchrl_vllm_sync.weights.sharded import Renaming
+
 
 HEAD = "lm_head.weight"
 # Buffers that follow from the configuration: no checkpoint holds them, but a TensorDict may.
@@ -211,6 +213,15 @@ class _FittedSource:
         if views is not fit.source_views:
             fit.views, fit.source_views = list(fit.renamed(views)), views
         return fit.views
+
+
+def sharded_of(source: WeightSource) -> tuple[ShardedModuleSource, Renaming] | None:
+    """Returns the sharded model that a source reads, and what renames its tensors to those sent."""
+    if isinstance(source, ShardedModuleSource):
+        return source, iter
+    if isinstance(source, _FittedSource) and isinstance(source._source, ShardedModuleSource):
+        return source._source, source._fit.renamed
+    return None
 
 
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
 
 
 # Three of these on each side keep an NVLink busy and take 384 MiB.
@@ -387,7 +386,12 @@ class ViewPacker:
 class StreamingPacker:
     """Packs tensors as a source yields them: merged adapters, gathered shards."""
 
-    def __init__(self, layout: BucketLayout, source: WeightSource, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        source: Iterable[tuple[str, torch.Tensor]],
+        device: torch.device,
+    ) -> None:
         self._layout = layout
         self._items, self._device = checked(source, layout.metadata), device
         self._index, self._tensor = -1, torch.empty(0)  # the one taken last

@@ -3,50 +3,44 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import logging
 import os
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.errors import (
-    TransferError,
-    UnsupportedArgumentError,
-    WeightMismatchError,
-)
-from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy
+from torchrl_vllm_sync.checks import Deadline, first_few
+from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
-from torchrl_vllm_sync.weights.p2p.handover import Handover
-from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
-from torchrl_vllm_sync.weights.places import sending_device, this_node
-from torchrl_vllm_sync.weights.source import views_of
+from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over, this_node
+from torchrl_vllm_sync.weights.p2p.writes import (
+    Mapped,
+    Passed,
+    check_place,
+    finish,
+    parts,
+    plan_file,
+    write,
+)
+from torchrl_vllm_sync.weights.places import sending_device
+from torchrl_vllm_sync.weights.source import sharded_of, views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.p2p.memory import Memory, Range
+    from torchrl_vllm_sync.weights.p2p.writes import Cut, Row
+    from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push
 
+logger = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class Mapped:
-    """A memory of one worker, in this process."""
-
-    memory: Memory
-    range: Range
-    copies: dict[str, list[TensorCopy]]  # by name of the tensor that they take parts of
-
-    def close(self) -> None:
-        self.copies = {}
-        self.range.close()
-        self.memory.close()
+# Seconds for another rank of the trainer to connect, and to take what it is passed, at most.
+HANDOVER_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -54,26 +48,67 @@ class Worker:
     """What one worker says of itself, see ``BroadcastReceiver.plan_writes``, and its memories."""
 
     num_bytes: int
-    writes: list[list[Any]]
+    rows: list[Row]  # what is written of whole tensors
+    mine: list[Row] = field(default_factory=list)  # of what this rank holds of the model's
+    passed_on: list[Row] = field(default_factory=list)  # of the model's, for all ranks to cut
     memories: dict[int, Mapped] = field(default_factory=dict)  # the last used one last
 
-    def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
-        memory = new_memory(self.num_bytes, device, descriptors)
-        within = new_range(self.num_bytes, device)
-        within.show(memory)
-        copies: dict[str, list[TensorCopy]] = {}
-        for name, offset, shape, stride, dtype_name, place, target_stride in self.writes:
-            dtype = getattr(torch, dtype_name)
-            flat = within.data[: within.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
-            copies.setdefault(name, []).append(TensorCopy(name, offset, shape, stride, target))
-        self.memories[number] = Mapped(memory, within, copies)
+    def bind(self, number: int, device: torch.device, descriptors: list[int]) -> Mapped:
+        if (before := self.memories.pop(number, None)) is not None:
+            before.close()
+        mapped = Mapped.of(self.num_bytes, device, descriptors, self.rows, self.mine)
+        self.memories[number] = mapped
+        return mapped
 
     def use(self, number: int) -> None:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
         self.memories[number] = self.memories.pop(number)
         while len(self.memories) > 2:
             self.memories.pop(next(iter(self.memories))).close()
+
+    def split(self, cuts: Mapping[str, Cut | None], origins: Mapping[str, Origin]) -> set[str]:
+        """Leaves to every rank what it can write; returns which of the model's tensors cannot be.
+
+        These are written whole.
+        """
+        rows, self.rows, left = self.rows, [], set[str]()
+        for row in rows:
+            name, begin = origins[row[0]].sources[0], origins[row[0]].begin
+            cut, found = cuts[name], None
+            moved = [name, row[1] + (begin or 0), *row[2:]]
+            if begin is not None and cut is not None:
+                found = parts(moved, cut)
+            if found is None:
+                self.rows.append(row)
+                left.update(origins[row[0]].sources)
+            else:
+                self.mine += found
+                self.passed_on.append(moved)
+        return left
+
+
+@dataclass(slots=True)
+class Shards:
+    """A push of a sharded model, whose every rank writes what it holds."""
+
+    source: ShardedModuleSource
+    renamed: Renaming
+    cuts: dict[str, Cut | None]
+    # Tokens of the memories that all other ranks know; ``None`` if there are none.
+    known: set[str] | None
+    new: list[tuple[Worker, Mapped, list[int]]] = field(default_factory=list)  # and descriptors
+
+    def pass_on(self, timeout_s: float, path: str, watch: Callable[[], None]) -> None:
+        """Gives one rank what it lacks."""
+        for worker, mapped, descriptors in self.new:
+            said = {"token": mapped.token, "num_bytes": worker.num_bytes}
+            copies = [plan_file(worker.passed_on), *map(os.dup, descriptors)]
+            hand_over(path, said, copies, timeout_s, watch)
+
+    def close(self) -> None:
+        while self.new:
+            for fd in self.new.pop()[2]:
+                os.close(fd)
 
 
 class P2PTransport:
@@ -82,6 +117,10 @@ class P2PTransport:
     The engines do nothing while weights arrive. They must be on this host, on GPUs that the
     trainer's reaches, or on CPUs as the trainer is, and launched with ``stage_weights=True``; and a
     load plan must be possible for their model. Chosen by name only, see ``choose_transport``.
+
+    Of a model under FSDP2 every rank writes what it holds, and nothing is gathered, except for
+    tensors that are computed from others or not cut along one dimension, and if a rank is on
+    another host.
 
     Args:
         device: The trainer's device; by default the one that the weights are on.
@@ -99,7 +138,9 @@ class P2PTransport:
         self.run_id = uuid.uuid4().hex
         self._device = torch.device("cpu")
         self._handover: Handover | None = None
-        self._digest = ""
+        # What the workers' rows are for: a digest of the tensors, and what this rank holds of them.
+        self._planned_for: tuple[str, Any] = "", None
+        self._left: set[str] = set()  # of a sharded model's tensors, what has to be gathered
         self._joined: dict[str, str] = {}
         self._workers: dict[str, list[Worker]] = {}
 
@@ -137,20 +178,30 @@ class P2PTransport:
         Raises:
             TransferError: The transport is not open.
             WeightMismatchError: A tensor is on another device, or a shard. Nothing was sent.
+            TrainerRankError: A rank of a sharded model failed or was silent. Nothing was sent.
         """
         deadline, times = Deadline(push.timeout_s), push.times
         if self._handover is None:
             raise TransferError("the transport is not open")
         for name, tensor in views_of(push.source) or ():
-            _check_place(name, tensor, self._device)
-        with times.measure("prepare_s"):
-            answers = self._prepare(members, push.source, deadline)
-        ready = {name: () for name in answers if name not in failed(answers)}
-        with times.measure("begin_s"):
-            begun = self._begin(members, ready, deadline)
-        writable = {name: one for name, one in begun.items() if name not in failed(begun)}
-        with times.measure("send_s"):
-            self._write(push.source, writable)
+            check_place(name, tensor, self._device)
+        shards = _shards(push.source)
+        try:
+            with times.measure("prepare_s"):
+                answers = self._prepare(members, push.source, shards, deadline)
+            ready = {name: () for name in answers if name not in failed(answers)}
+            with times.measure("begin_s"):
+                begun = self._begin(members, ready, shards, deadline)
+            writable = {name: one for name, one in begun.items() if name not in failed(begun)}
+            with times.measure("send_s"):
+                self._write(push.source, writable, shards)
+        except BaseException:
+            if shards is not None:  # other ranks may be writing still, and must not to what is next
+                self.close()
+            raise
+        finally:
+            if shards is not None:
+                shards.close()
         with times.measure("acknowledge_s"):
             calls = members.client.start_calls(
                 "take_written",
@@ -165,28 +216,42 @@ class P2PTransport:
         return answers | begun | taken
 
     def _prepare(
-        self, members: Members, source: WeightSource, deadline: Deadline
+        self, members: Members, source: WeightSource, shards: Shards | None, deadline: Deadline
     ) -> dict[str, Any]:
         """Has replicas that do not know it yet plan where the tensors go."""
         metadata = source.metadata()
-        if (digest := metadata_digest(metadata)) != self._digest:
+        planned_for = metadata_digest(metadata), shards and shards.cuts
+        if planned_for != self._planned_for:
             for name in list(self._joined):
                 self._drop(name)
-            self._digest = digest
+            self._planned_for, self._left = planned_for, set()
         new = {one: (to_json(metadata),) for one in members.incarnations if one not in self._joined}
         limit_s = max(deadline.left_s, 1.0)
         calls = members.client.start_calls("plan_writes", new, timeout_s=limit_s)
         answers = calls.answers(limit_s + GRACE_S)
-        for name, planned in answers.items():
-            if name not in failed(answers):
-                self._workers[name] = [Worker(one["num_bytes"], one["writes"]) for one in planned]
-                self._joined[name] = members.incarnations[name]
+        planned = {name: one for name, one in answers.items() if name not in failed(answers)}
+        origins = shards.source.origins(shards.renamed) if shards and planned else {}
+        for name, workers in planned.items():
+            self._workers[name] = [Worker(one["num_bytes"], one["writes"]) for one in workers]
+            self._joined[name] = members.incarnations[name]
+            if shards is not None:
+                self._left.update(*(one.split(shards.cuts, origins) for one in self._workers[name]))
+        if self._left and planned:
+            logger.debug("gathered, as ranks cannot write them: %s", first_few([*self._left]))
         return dict.fromkeys(members.incarnations) | failed(answers)
 
-    def _begin(self, members: Members, names: Iterable[str], deadline: Deadline) -> dict[str, Any]:
-        """Asks which memory is to be written to, and takes those that are new."""
+    def _begin(
+        self, members: Members, names: Iterable[str], shards: Shards | None, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Asks which memory is to be written to, and takes those that a rank does not know."""
         assert self._handover is not None
-        known = {name: ([list(one.memories) for one in self._workers[name]],) for name in names}
+
+        def numbers(worker: Worker) -> list[int]:
+            known = None if shards is None else shards.known
+            held = worker.memories.items()
+            return [number for number, one in held if known is None or one.token in known]
+
+        known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
         options = {"run_id": self.run_id, "path": self._handover.path}
         calls = members.client.start_calls(
             "begin_writing", known, timeout_s=max(deadline.left_s, 1.0), **options
@@ -198,7 +263,7 @@ class P2PTransport:
             for name, numbers in answers.items()
             if name not in failed(answers)
             for rank, number in enumerate(numbers)
-            if number not in self._workers[name][rank].memories
+            if number not in known[name][0][rank]
         }
         while expected:
             said, descriptors = self._handover.take(deadline.at)
@@ -209,30 +274,47 @@ class P2PTransport:
                 continue
             expected.remove(one)
             name, rank, number = one
-            self._workers[name][rank].bind(number, self._device, descriptors)
+            worker, kept = self._workers[name][rank], [*map(os.dup, descriptors if shards else ())]
+            mapped = worker.bind(number, self._device, descriptors)
+            if shards is not None:
+                shards.new.append((worker, mapped, kept))
         for name in answers.keys() - failed(answers):
             for worker, number in zip(self._workers[name], answers[name], strict=True):
                 worker.use(number)
         return answers
 
-    @torch.no_grad()
-    def _write(self, source: WeightSource, numbers: dict[str, Any]) -> None:
+    def _write(self, source: WeightSource, numbers: dict[str, Any], shards: Shards | None) -> None:
         mapped = [
-            worker.memories[number].copies
+            worker.memories[number]
             for name, of in numbers.items()
             for worker, number in zip(self._workers[name], of, strict=True)
         ]
-        views, metadata = views_of(source), source.metadata()
-        tensors = source if views is None else views
-        for meta, tensor in checked(tensors, metadata):
-            _check_place(meta.name, tensor, self._device)
-            dense = tensor.detach().contiguous()
-            for one in itertools.chain(*(copies.get(meta.name, ()) for copies in mapped)):
-                begin = dense.storage_offset() + one.offset
-                part = dense.as_strided(one.shape, one.stride, begin)
-                one.target.copy_(part, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        whole = [one.copies for one in mapped]
+        if shards is None:
+            views, metadata = views_of(source), source.metadata()
+            tensors = source if views is None else views
+            write(
+                ((meta.name, one) for meta, one in checked(tensors, metadata)), whole, self._device
+            )
+        else:
+            held = [
+                one
+                for of in self._workers.values()
+                for worker in of
+                for one in worker.memories.values()
+            ]
+            passed = Passed(
+                new=[one.token for _, one, _ in shards.new],
+                keep=[one.token for one in held],
+                now=[one.token for one in mapped],
+                left=sorted(self._left),
+            )
+            with shards.source.written(passed) as pass_on:
+                pass_on(functools.partial(shards.pass_on, HANDOVER_TIMEOUT_S))
+                write(shards.source.shards(), [one.shards for one in mapped], self._device)
+                finish(self._device)
+            write(shards.renamed(shards.source.rest()), whole, self._device)
+        finish(self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), device=self._given_device), ()
@@ -255,11 +337,14 @@ def _check_node(engines: Mapping[str, EngineDescription]) -> None:
             raise UnsupportedArgumentError(f"{need} {where}: use the broadcast transport")
 
 
-def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if isinstance(tensor, DTensor):
-        raise WeightMismatchError(f"{name} is a shard: a source must yield whole tensors")
-    if tensor.device != device:
-        raise WeightMismatchError(
-            f"{name} is on {tensor.device}, but this transport writes from {device}: move the "
-            "weights there, or use the memmap transport"
-        )
+def _shards(source: WeightSource) -> Shards | None:
+    """Returns how every rank of a sharded source writes; ``None`` if it is to be read whole."""
+    if (found := sharded_of(source)) is None:
+        return None
+    sharded, renamed = found
+    offers, here = sharded.offers(), this_node()
+    if away := [rank for rank, one in offers.items() if one.node != here]:
+        logger.debug("gathered whole, as rank %d is on another host than the engines", away[0])
+        return None
+    tokens = [set(one.tokens) for one in offers.values()]
+    return Shards(sharded, renamed, sharded.cuts(), set.intersection(*tokens) if tokens else None)

@@ -1,0 +1,299 @@
+"""Writes into workers' memory: planned for whole tensors, and cut to what one rank holds of them.
+
+A worker says once where it wants which region of which tensor. A rank of a sharded trainer holds a
+range of one dimension of each, and of every region it writes the part that lies in that range.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import uuid
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
+from torchrl_vllm_sync.weights.p2p.handover import Handover
+from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torchrl_vllm_sync.weights.p2p.memory import Memory, Range
+
+# As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
+# stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
+Row = list[Any]
+Copies = dict[str, list[TensorCopy]]  # by name of the tensor that they take parts of
+
+# Of one row, each with a copy of its own; more are not worth it.
+MOST_PARTS = 1024
+
+
+# ---- What a rank holds
+
+
+class Cut(NamedTuple):
+    """What a rank holds of a tensor of ``outer * size * inner`` elements, and what it writes.
+
+    Of the middle dimension it holds ``held`` indices from ``first`` on. Where several ranks hold
+    the same, each writes a part of them: from ``begin`` to ``end``.
+    """
+
+    outer: int
+    size: int
+    inner: int
+    first: int
+    held: int
+    begin: int
+    end: int
+
+
+def cut_of(tensor: torch.Tensor, *, leads: bool) -> Cut | None:
+    """Returns what this rank holds; ``None``, on all ranks, if that is no range of one dimension.
+
+    What is no ``DTensor`` is the leading rank's to write.
+    """
+    if not isinstance(tensor, DTensor):
+        count = tensor.numel()
+        return Cut(1, count, 1, 0, count, 0, count if leads else 0)
+    placements, mesh = tensor.placements, tensor.device_mesh
+    # Subclasses of Shard lay shards out in another order.
+    if {type(one) for one in placements} - {Shard, Replicate}:
+        return None
+    dims = [one.dim for one in placements if isinstance(one, Shard)]
+    at, shape = mesh.get_coordinate(), tuple(tensor.shape) or (1,)
+    if len(dims) > 1 or at is None:
+        return None
+    dim = dims[0] % len(shape) if dims else 0
+    first, last, index, copies = 0, shape[dim], 0, 1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):  # as ``torch.chunk`` cuts it
+            rows = -(-shape[dim] // mesh.size(axis))
+            first, last = (min(i * rows, shape[dim]) for i in (at[axis], at[axis] + 1))
+        else:
+            index, copies = index * mesh.size(axis) + at[axis], copies * mesh.size(axis)
+    begin, end = (first + (last - first) * i // copies for i in (index, index + 1))
+    around = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+    return Cut(*around, first, last - first, begin, end)
+
+
+def parts(row: Row, cut: Cut) -> list[Row] | None:
+    """Returns what a rank writes of a region, as rows of its shard; ``None`` if it is too ragged.
+
+    Whether it is, all ranks see alike.
+    """
+    name, offset, shape, stride, dtype, place, target_stride = row
+    unit, block = cut.inner, cut.inner * cut.size
+    if not unit or not block:
+        return []
+    dims = merged_dims(zip(shape, stride, target_stride, strict=True))
+    for limit in (block, unit):
+        dims = [part for dim in dims for part in _split(dim, limit)]
+    outer = [dim for dim in dims if dim[1] % block == 0]
+    along = [dim for dim in dims if dim[1] % block and dim[1] % unit == 0]
+    inner = [dim for dim in dims if dim[1] % block and dim[1] % unit]
+    within = offset % unit + sum((n - 1) * step for n, step, _ in inner)
+    across = offset % block + sum((n - 1) * step for n, step, _ in (*along, *inner))
+    *short, (count, step, target_step) = sorted(along) or [(1, unit, 0)]
+    counts = [range(dim[0]) for dim in short]
+    if within >= unit or across >= block or math.prod(map(len, counts)) > MOST_PARTS:
+        return None
+    itemsize = getattr(torch, dtype).itemsize
+    found: list[Row] = []
+    for at in itertools.product(*counts):
+        start = offset + sum(i * one for i, (_, one, _) in zip(at, short, strict=True))
+        target = sum(i * one for i, (_, _, one) in zip(at, short, strict=True))
+        row_at, stride_along = start % block // unit, step // unit
+        low = max(0, -((row_at - cut.begin) // stride_along))
+        high = min(count, -((row_at - cut.end) // stride_along))
+        if low >= high:
+            continue
+        local = start // block * cut.held * unit + start % unit
+        local += (row_at + low * stride_along - cut.first) * unit
+        kept = [
+            *((n, one // block * cut.held * unit, other) for n, one, other in outer),
+            (high - low, step, target_step),
+            *inner,
+        ]
+        place_at = place + (target + low * target_step) * itemsize
+        sizes, strides, targets = zip(*kept, strict=True)
+        found.append([name, local, sizes, strides, dtype, place_at, targets])
+    return found
+
+
+def _split(dim: tuple[int, int, int], limit: int) -> list[tuple[int, int, int]]:
+    """Cuts a dimension that goes beyond ``limit`` elements in two, if it does so evenly."""
+    count, step, target = dim
+    if not 0 < step < limit < count * step or limit % step or count % (limit // step):
+        return [dim]
+    each = limit // step
+    return [(count // each, limit, target * each), (each, step, target)]
+
+
+# ---- Where it goes
+
+
+@dataclass(slots=True)
+class Mapped:
+    """A memory of one worker, in this process."""
+
+    memory: Memory
+    range: Range
+    copies: Copies
+    shards: Copies  # by name of the model's tensor that this rank holds a part of
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def of(
+        cls,
+        num_bytes: int,
+        device: torch.device,
+        descriptors: list[int],
+        rows: Iterable[Row],
+        shards: Iterable[Row] = (),
+    ) -> Mapped:
+        memory = new_memory(num_bytes, device, descriptors)
+        within = new_range(num_bytes, device)
+        within.show(memory)
+        return cls(memory, within, _copies(rows, within.data), _copies(shards, within.data))
+
+    def close(self) -> None:
+        self.copies = self.shards = {}
+        self.range.close()
+        self.memory.close()
+
+
+def _copies(rows: Iterable[Row], data: torch.Tensor) -> Copies:
+    copies: Copies = {}
+    for name, offset, shape, stride, dtype_name, place, target_stride in rows:
+        dtype = getattr(torch, dtype_name)
+        flat = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
+        copies.setdefault(name, []).append(TensorCopy(name, offset, shape, stride, target))
+    return copies
+
+
+@torch.no_grad()
+def write(
+    tensors: Iterable[tuple[str, torch.Tensor]], copies: list[Copies], device: torch.device
+) -> None:
+    """Writes what is planned of these tensors; ``finish`` waits until it is done."""
+    for name, tensor in tensors:
+        check_place(name, tensor, device)
+        dense = tensor.detach().contiguous()
+        for one in itertools.chain(*(of.get(name, ()) for of in copies)):
+            begin = dense.storage_offset() + one.offset
+            part = dense.as_strided(one.shape, one.stride, begin)
+            one.target.copy_(part, non_blocking=True)
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if isinstance(tensor, DTensor):
+        raise WeightMismatchError(f"{name} is a shard: a source must yield whole tensors")
+    if tensor.device != device:
+        raise WeightMismatchError(
+            f"{name} is on {tensor.device}, but this transport writes from {device}: move the "
+            "weights there, or use the memmap transport"
+        )
+
+
+# ---- A rank that does not send
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a rank that does not send has for its part of a push."""
+
+    node: str
+    tokens: list[str]  # of the memories that it knows
+
+
+class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which memories, by token, such a rank will be given, keeps, and is to write to now."""
+
+    new: list[str]
+    keep: list[str]
+    now: list[str]
+    left: list[str]  # tensors of the model that are gathered afterwards
+
+
+class ShardWriter:
+    """The memories that such a rank was passed, and where its shards go; kept from push to push."""
+
+    def __init__(self) -> None:
+        self._handover: Handover | None = None
+        self._memories: dict[str, Mapped] = {}
+        self._cuts: Mapping[str, Cut | None] = {}
+        # With the model, whose own this is; at exit there is nobody to give memory back to.
+        weakref.finalize(self, _close, self._memories).atexit = False
+
+    def tokens(self, cuts: Mapping[str, Cut | None]) -> list[str]:
+        """Returns what it knows, which is nothing once its tensors are cut in another way."""
+        if cuts != self._cuts:
+            self.keep(())
+            self._cuts = cuts
+        return list(self._memories)
+
+    def door(self) -> str:
+        self._handover = self._handover or Handover()
+        return self._handover.path
+
+    def take(
+        self, passed: Passed, device: torch.device, deadline: float, watch: Callable[[], None]
+    ) -> None:
+        """Takes the new memories, and lets go of those that are not kept."""
+        self.keep(passed.keep)
+        expected = set(passed.new)
+        while expected:
+            assert self._handover is not None
+            said, descriptors = self._handover.take(deadline, watch)
+            token = str(said["token"])
+            if token not in expected:  # of a push that was given up
+                for one in descriptors:
+                    os.close(one)
+                continue
+            expected.remove(token)
+            plan, *memory = descriptors
+            rows = _read_plan(plan)
+            cuts = {name: self._cuts[name] for name in {row[0] for row in rows}}
+            mine = [one for row in rows if (cut := cuts[row[0]]) for one in parts(row, cut) or ()]
+            num_bytes = int(str(said["num_bytes"]))
+            self._memories[token] = Mapped.of(num_bytes, device, memory, (), mine)
+
+    def shards(self, tokens: list[str]) -> list[Copies]:
+        return [self._memories[one].shards for one in tokens]
+
+    def keep(self, tokens: Iterable[str]) -> None:
+        """Lets go of all other memories."""
+        for token in self._memories.keys() - set(tokens):
+            self._memories.pop(token).close()
+
+
+def _close(memories: dict[str, Mapped]) -> None:
+    while memories:
+        memories.popitem()[1].close()
+
+
+def plan_file(rows: list[Row]) -> int:
+    """Returns the descriptor of a file in memory that holds rows."""
+    fd = os.memfd_create("plan", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(msgspec.msgpack.encode(rows))
+    return fd
+
+
+def _read_plan(fd: int) -> list[Row]:
+    with os.fdopen(fd, "rb") as file:  # whose position several processes share
+        return msgspec.msgpack.decode(os.pread(fd, os.fstat(file.fileno()).st_size, 0))
