@@ -24,7 +24,8 @@ class LoadReport:
         ready_s: Of ``stage_s``, until the trainer's word to begin.
         pause_s: From the request to pause until no step is running.
         load_s, resume_s: Loading into the model, the slowest worker; labelling and resuming.
-        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``.
+        whole_pause_s: All of the pause: ``pause_s``, ``load_s`` and ``resume_s``. Of weights that
+            were swapped between two steps ``load_s``, for which workers stood still at most.
         num_tensors, attempts: Tensors loaded by each worker, and the most loads that one took.
         num_kept: Samples of requests that went on with the tokens and keys they had.
         num_restarted: Those without a token yet, which began again under the new weights.
@@ -263,6 +264,10 @@ class ReplicaProcesses:
     shared_memory: tuple[str, ...] = ()
 
 
+# Why a trainer cannot write to an engine's memory that was launched as usual.
+NOT_STAGED = "it was launched without stage_weights=True"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
     """Facts about one replica's engine that do not change while it lives."""
@@ -280,6 +285,7 @@ class EngineDescription:
     node_id: str = ""  # of its machine, or container; empty if unknown
     device_uuids: tuple[str, ...] = ()  # GPUs of its workers
     model: str = ""  # name or path of its checkpoint; empty if unknown
+    why_not_written: str = NOT_STAGED  # by the p2p transport; empty if nothing speaks against it
     device_name: str = ""  # of its first worker: the GPU's, or a CPU's cores; empty if unknown
     processes: ReplicaProcesses | None = None  # None if unknown
 

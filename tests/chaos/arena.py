@@ -9,7 +9,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from tests.chaos.audit import Auditor
-from tests.chaos.processes import TrainerProcess, is_alive, replica_pids, strike, wake
+from tests.chaos.processes import (
+    TrainerProcess,
+    is_alive,
+    replica_pids,
+    strike,
+    wake,
+    weight_memories,
+)
 from tests.chaos.traffic import Traffic
 from tests.chaos.watch import Patience, Watch, wait_until
 from tests.engine.conftest import ENGINE
@@ -71,11 +78,15 @@ class Arena:
     Args:
         directory: For checkpoints, stored versions and markers.
         num_replicas: Replicas of the service.
+        is_plain: Whether workers compute with their parameters as they are, for p2p; others take
+            the reload, in whose middle they can be hit.
     """
 
-    def __init__(self, directory, num_replicas=2):
+    def __init__(self, directory, num_replicas=2, *, is_plain=False):
         from torchrl_vllm_sync import AsyncVLLM
 
+        self.is_plain = is_plain
+        worker = "plain_worker.PlainWorker" if is_plain else "faults.FaultyWorker"
         self.directory = Path(directory)
         self.checkpoint = make_tiny_checkpoint(self.directory / "checkpoint", seed=0)
         self._auditor = Auditor(self.checkpoint)
@@ -87,7 +98,8 @@ class Arena:
             name="chaos",
             detached=True,
             actor_class=HeldActor,
-            worker_extension_cls="tests.engine.faults.FaultyWorker",
+            worker_extension_cls=f"tests.engine.{worker}",
+            stage_weights=self.is_plain,
             distributed_executor_backend="mp",  # workers are processes of their own
             unresponsive_after_s=UNRESPONSIVE_S,
             **{**ENGINE, "max_restarts": 10_000},
@@ -96,10 +108,10 @@ class Arena:
         self._watch.__enter__()
         self.traffic = Traffic(self.service, lambda: self._committed)
         self._turn = 0
-        self._sent, self._committed = {0}, 0
+        self._sent, self._kept, self._committed = {0}, set[int](), 0
         self._newest = 0
         self._trainer.attach(self.service.name)
-        self.push("memmap")
+        self.push("p2p" if is_plain else "memmap")  # the first p2p pauses, and compares
 
     def close(self):
         """Ends everything that was started."""
@@ -221,6 +233,8 @@ class Arena:
     def _tell_push(self, trainer, transport, **held):
         self._newest += 1
         self._sent.add(self._newest)
+        if transport == "p2p":
+            self._kept.add(self._newest)
         trainer.tell(
             "push", version=self._newest, transport=transport, timeout_s=PUSH_TIMEOUT_S, **held
         )
@@ -299,6 +313,21 @@ class Arena:
         time.sleep(0.5)  # some more requests, under the last version
         verdict.num_answered, verdict.num_errors = self.check_answers()
         self.check_parameters(version)
+        if cell.transport == "p2p":
+            self.check_memory()
+
+    def check_memory(self):
+        """Raises unless what dead processes had is given back: each worker has two memories."""
+        pids = [replica_pids(one.actor) for one in self.service.replicas]
+        workers = [weight_memories(one["worker"]) for one in pids]
+        memories = set.union(*(inodes for inodes, _ in workers))
+        assert [num for _, num in workers] == [2] * len(pids), f"the workers hold {workers}"
+        assert len(memories) == 2 * len(pids), f"the workers hold {workers}"
+        held, num = weight_memories(self._trainer.pid)
+        assert held <= memories, f"the trainer holds {held}, the workers {memories}"
+        assert num <= len(memories), f"the trainer has {num} descriptors of {held}"
+        others = [weight_memories(one[kind]) for one in pids for kind in ("actor", "core")]
+        assert others == [(set(), 0)] * len(others), f"actors and cores hold {others}"
 
     def push(self, transport):
         """Pushes the next version, which every replica must take; returns it."""
@@ -312,7 +341,7 @@ class Arena:
     def check_answers(self):
         """Ends the requests and raises unless all went well; how many were answered, and not."""
         asked = self.traffic.stop(DRAINED_S)
-        counts = self._auditor.check(asked, self._sent, self._watch.outages())
+        counts = self._auditor.check(asked, self._sent, self._watch.outages(), self._kept)
         assert counts[0], "nobody was answered"
         assert not self._watch.bad_choices, f"chosen: {self._watch.bad_choices}"
         left = self.service.load.total_in_flight
@@ -342,7 +371,7 @@ class Arena:
         try:
             self._trainer.attach(self.service.name)
             wait_until(self._all_alive, REPAIRED_S, self._told, poll_s=0.5)
-            self.push("memmap")
+            self.push("p2p" if self.is_plain else "memmap")
         except AssertionError as error:
             raise RuntimeError("the service cannot be used any more") from error
 

@@ -25,12 +25,13 @@ class Auditor:
         self._checkpoint = checkpoint
         self._model = lru_cache(maxsize=4)(lambda version: model_of(version, checkpoint))
 
-    def check(self, asked, sent, outages):
+    def check(self, asked, sent, outages, kept=()):
         """Raises unless every prompt was answered once, and truly.
 
         Args:
             asked: The prompts and their answers.
             sent: Versions that a trainer has sent, or begun to.
+            kept: Those of them under which requests go on with the keys that they had.
             outages: ``(begin, end)`` of each time when no replica took requests.
 
         Returns:
@@ -58,7 +59,11 @@ class Auditor:
                 f"{told}replica {output.replica_id} answered under version {output.min_version} "
                 f"after version {one.floor} was committed"
             )
-            spans += [(one, output, span) for span in own]
+            spans += [
+                (one, output, span)
+                for at, span in enumerate(own)
+                if not at or span.version not in kept
+            ]
         self._check_log_probs(spans)
         return len(asked) - errors, errors
 

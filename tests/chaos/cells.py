@@ -15,7 +15,7 @@ PHASES = (
     "commit",
     "resume",
 )
-TRANSPORTS = ("broadcast", "memmap")
+TRANSPORTS = ("broadcast", "memmap", "p2p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +35,39 @@ class Point:
 MIDDLE = 20
 
 # What the phases mean. A broadcast is received straight into the model: its last bucket and its
-# first copy into place lie in one load. A stored version is written, checked, and then loaded.
+# first copy into place lie in one load. A stored version is written, checked, and then loaded. What
+# is written into spare memory is swapped in, while the engine steps: nothing is ever half in place.
 POINTS = {
     # The replicas were asked, and nothing has begun.
     ("broadcast", "before-start"): Point("actor", "asked"),
     ("memmap", "before-start"): Point("actor", "asked"),
+    ("p2p", "before-start"): Point("actor", "asked"),
     # Some tensors are on the other side, or in the file, and some are not.
     ("broadcast", "mid-bucket"): Point("worker", MIDDLE),
     ("memmap", "mid-bucket"): Point("trainer", MIDDLE),
+    ("p2p", "mid-bucket"): Point("trainer", MIDDLE),
     # All of them are, and nobody has said so.
     ("broadcast", "last-bucket"): Point("worker", "end"),
     ("memmap", "last-bucket"): Point("actor", "apply"),
-    # The model holds a mixture.
+    ("p2p", "last-bucket"): Point("worker", "ready"),
+    # The model holds a mixture; or the next weights, and the worker has not said so.
     ("broadcast", "apply"): Point("worker", "repack"),
     ("memmap", "apply"): Point("worker", MIDDLE),
+    ("p2p", "apply"): Point("worker", "end"),
     # The weights are in, and the engine does not know of which version they are.
     ("broadcast", "commit"): Point("actor", "label"),
     ("memmap", "commit"): Point("actor", "label"),
-    # It does, and is still paused.
+    ("p2p", "commit"): Point("actor", "label"),
+    # It does, and is still paused, or lets no request enter.
     ("broadcast", "resume"): Point("actor", "resume"),
     ("memmap", "resume"): Point("actor", "resume"),
+    ("p2p", "resume"): Point("actor", "resume"),
 }
 # A trainer is hit in its own code where that is at work: here all is written, and not announced.
-TRAINER_POINTS = {("memmap", "last-bucket"): Point("trainer", "end")}
+TRAINER_POINTS = {
+    ("memmap", "last-bucket"): Point("trainer", "end"),
+    ("p2p", "last-bucket"): Point("trainer", "end"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,11 @@ def chosen_cells(patterns):
     ]
 
 
+def takes_p2p(cell):
+    """Whether a cell needs engines that can be written to."""
+    return cell.transport == "p2p"
+
+
 def told(verdict):
     """One cell of the printed matrix."""
     if verdict is None:
@@ -105,9 +110,15 @@ def main(argv=None):
         return 0 if cells else 2
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        arena = Arena(directory, options.replicas)
+        arena = None
         try:
-            for number, cell in enumerate(cells, 1):
+            for number, cell in enumerate(sorted(cells, key=takes_p2p), 1):
+                if arena is None or arena.is_plain != takes_p2p(cell):
+                    if arena is not None:
+                        arena.close()
+                    arena = Arena(
+                        f"{directory}/{number}", options.replicas, is_plain=takes_p2p(cell)
+                    )
                 begin = time.monotonic()
                 verdict = arena.run(cell)
                 verdicts.append(verdict)
@@ -119,7 +130,8 @@ def main(argv=None):
                 if verdict.failure:
                     say(f"    {verdict.failure}")
         finally:
-            arena.close()
+            if arena is not None:
+                arena.close()
     say("\n" + table(verdicts))
     try:
         say(f"record: {record(verdicts, options.output)}")

@@ -26,6 +26,18 @@ def replica_pids(actor):
     }
 
 
+def weight_memories(pid):
+    """The memory files for weights that a process has open or mapped, by inode; and how many."""
+    opened = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "memfd:weights" in str(entry.readlink()):
+                opened.append(entry.stat().st_ino)
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    mapped = {int(line.split()[4]) for line in lines if "memfd:weights" in line}
+    return {*opened} | mapped, len(opened)
+
+
 def strike(pid, word):
     """Sends ``kill`` or ``stop`` to a process."""
     os.kill(pid, SIGNALS[word])

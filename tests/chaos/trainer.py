@@ -11,7 +11,7 @@ import time
 from tests.engine.checks import perturbed
 from tests.engine.faults import hold
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import MemmapTransport
+from torchrl_vllm_sync import MemmapTransport, P2PTransport
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights.source import MappingSource
 
@@ -70,7 +70,7 @@ class Trainer:
                 version=version,
                 transport=self._transport(transport),
                 timeout_s=timeout_s,
-                clear_cache=True,
+                clear_cache=transport != "p2p",  # which then swaps between two steps
                 strict=False,
             )
         except SyncError as error:
@@ -85,11 +85,12 @@ class Trainer:
     def _transport(self, name):
         """One of each kind for all pushes; a predecessor's directory is taken over."""
         if name not in self._transports:
-            self._transports[name] = (
-                broadcast(join_timeout_s=10)
-                if name == "broadcast"
-                else MemmapTransport(self._directory, takeover=True)
-            )
+            makers = {
+                "broadcast": lambda: broadcast(join_timeout_s=10),
+                "memmap": lambda: MemmapTransport(self._directory, takeover=True),
+                "p2p": P2PTransport,
+            }
+            self._transports[name] = makers[name]()
         return self._transports[name]
 
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -262,7 +263,9 @@ def test_the_choice_of_a_transport_is_that_of_the_code():
     )
     first, second = (place("a", "cuda", one) for one in ("GPU-1", "GPU-2"))
     cpu, far_cpu = place("a", "cpu"), place("b", "cpu")
-    cases = [(first, first), (first, second), (first, cpu), (cpu, far_cpu), (first, far_cpu)]
+    spare = replace(second, why_not_written="")
+    cases = [(first, first), (first, spare), (first, second)]
+    cases += [(first, cpu), (cpu, far_cpu), (first, far_cpu)]
     told = [row.split("|")[2].strip() for row in rows.splitlines()]
     assert told == [chosen(*one) for one in cases]
 

@@ -210,6 +210,7 @@ def plain(shared_services, checkpoint):
             num_replicas=2,
             stage_weights=True,
             worker_extension_cls="tests.engine.plain_worker.PlainWorker",
+            scheduler_cls="tests.engine.plain_worker.QueueingScheduler",
             **ENGINE,
         ),
     )

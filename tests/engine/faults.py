@@ -52,7 +52,8 @@ class FaultyWorker(PacedWorker):
     make this file before tensor ``at`` and sleep until it is gone; an ``at`` of ``"end"`` is behind
     the last tensor, one of ``"repack"`` where the weights are in place and what is computed from
     them is not, one of ``"ready"`` before the trainer of a broadcast is told that this worker is
-    ready. ``rank``: only the worker of this rank in its replica misbehaves.
+    ready. Of weights that were written to it ``"ready"`` and ``"end"`` are before and behind the
+    swap. ``rank``: only the worker of this rank in its replica misbehaves.
 
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
     ``linger_s``: sleep instead, there.
@@ -83,6 +84,12 @@ class FaultyWorker(PacedWorker):
 
     def _sync_tensors(self, path: Path, *args):
         return self._sync_faulty(super()._sync_tensors(path, *args))
+
+    def sync_take_written(self, *args):
+        self._sync_reached("ready")
+        answer = super().sync_take_written(*args)
+        self._sync_reached("end")
+        return answer
 
     def _sync_faulty_arrivals(self, *args):
         return self._sync_faulty(WHOLE_TENSORS(*args))
@@ -194,6 +201,9 @@ class HeldActor(EngineActor):
 
     async def load_snapshot(self, *args, **kwargs):
         return await self._holding("asked", super().load_snapshot)(*args, **kwargs)
+
+    async def begin_writing(self, *args, **kwargs):
+        return await self._holding("asked", super().begin_writing)(*args, **kwargs)
 
     async def receive_broadcast(self, *args, **kwargs):
         return await self._holding("asked", super().receive_broadcast)(*args, **kwargs)

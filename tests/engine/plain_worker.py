@@ -3,6 +3,8 @@
 import pickle
 
 import vllm._custom_ops as ops
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.faults import FaultyWorker
 
@@ -29,3 +31,16 @@ class PlainWorker(FaultyWorker):
         if self.damages:
             next(iter(self._sync_model().parameters())).view(-1)[0] += 1
         return answer
+
+
+class QueueingScheduler(Scheduler):
+    """One of an engine core that has given out a second step before it sees the first one's tokens.
+
+    As with asynchronous scheduling, which vLLM turns off on CPUs. Steps are so small that a few
+    requests make two of them.
+    """
+
+    def __init__(self, *args, **kwargs):
+        VllmConfig.max_concurrent_batches = property(lambda _: 2)  # in the process of a core
+        super().__init__(*args, **kwargs)
+        self.max_num_scheduled_tokens = 8

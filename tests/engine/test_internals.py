@@ -103,6 +103,37 @@ def test_pause_scheduler_freezes_requests_and_resume_lets_them_finish(inside, cl
     assert finished
 
 
+def test_call_between_steps_takes_answers_ahead_of_later_outputs(inside):
+    async def check(actor):
+        from torchrl_vllm_sync.engine import internals
+
+        task, outputs = start(actor.engine, "between")
+        await until(lambda: outputs)
+        places, raised = [], None
+
+        def take(answers):
+            places.append((answers, num_tokens(outputs)))
+
+        async def call(take):
+            args = actor.engine, "sync_sleep", (0.2,), take
+            return await internals.call_between_steps(*args), num_tokens(outputs)
+
+        answers, after = await call(take)
+        try:
+            await call(lambda _: {}["lost"])
+        except KeyError as error:
+            raised = str(error)
+        await task
+        return internals.knows_its_steps(actor.engine), places, answers, after, raised
+
+    knows, places, answers, after, raised = inside(check)
+    assert knows
+    assert answers == [None]
+    assert [one for one, _ in places] == [answers]
+    assert 0 < places[0][1] <= after < 240
+    assert raised == "'lost'"
+
+
 def test_pause_scheduler_returns_when_no_step_runs_without_the_fixed_sleep(inside):
     async def fastest(actor):
         from torchrl_vllm_sync.engine import internals

@@ -1,5 +1,6 @@
 """The trainer writes into spare memory of the engines, which then serve it."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -94,17 +95,82 @@ def test_ranks_of_a_sharded_trainer_write_their_own_parts(plain, model, checkpoi
         ranks.close()
 
 
-async def test_spans_are_exact(plain, checkpoint):
+NUM_PUSHES = 60
+
+
+def count_pauses(actor):
+    """From now on, of a replica's engine, in ``actor.pauses``."""
+    actor.pauses, client = [], actor.engine.engine_core
+
+    def counted(name, call):
+        def count(*args, **kwargs):
+            actor.pauses.append(name)
+            return call(*args, **kwargs)
+
+        setattr(client, name, count)
+
+    counted("pause_scheduler_async", client.pause_scheduler_async)
+    counted("resume_scheduler_async", client.resume_scheduler_async)
+
+
+def pauses(actor):
+    return actor.pauses
+
+
+async def test_spans_are_exact_without_a_pause(plain, checkpoint):
     weights = Weights(checkpoint)
-    plain.push_weights(weights.at(plain.weight_version + 1))
-    outputs = await pushes_under_load(plain, weights, num_pushes=20, seed=1)
+    plain.push_weights(weights.at(plain.weight_version + 1))  # the first one pauses, and compares
+    ray.get([one.__ray_call__.remote(count_pauses) for one in plain.actors])
+    outputs = await pushes_under_load(plain, weights, num_pushes=NUM_PUSHES, seed=1)
+    assert ray.get([one.__ray_call__.remote(pauses) for one in plain.actors]) == [[], []]
+    switches = sum(len(spans) - 1 for output in outputs for spans in output.version_spans)
+    assert switches > 5 * NUM_PUSHES
     for one in outputs:
         assert_labelled(one)
     scored = scored_spans(outputs, first_only=True)
-    assert len(scored) > 10
+    assert len(scored) > NUM_PUSHES / 2
+    worst, foreign = 0.0, []
     for version, spans in scored.items():
-        own, _ = compare(weights.at(version), spans)
-        assert own < TOLERANCE
+        own, after = compare(weights.at(version), spans)
+        worst = max(worst, own)
+        foreign += after
+    assert worst < TOLERANCE  # no boundary is late
+    noticed = sum(one > 10 * TOLERANCE for one in foreign)
+    assert len(foreign) > 2 * NUM_PUSHES
+    assert noticed > 0.95 * len(foreign)  # nor early
+    model = weights.at(plain.weight_version + 1)
+    await asyncio.to_thread(plain.push_weights, model, clear_cache=True)
+    found = ray.get([one.__ray_call__.remote(pauses) for one in plain.actors])
+    assert [{*one} for one in found] == [{"pause_scheduler_async", "resume_scheduler_async"}] * 2
+
+
+def shift(actor, steps):
+    """Counts boundaries that many steps later; without the step that is on its way if ``None``."""
+    from torchrl_vllm_sync.engine import internals
+
+    state = internals.SampleState
+    actor.exact = getattr(actor, "exact", state.num_sampled)
+
+    def shifted(self, computed):
+        return 0 if steps is None else actor.exact(self, computed) + steps
+
+    state.num_sampled = shifted if steps != 0 else actor.exact
+
+
+@pytest.mark.parametrize("steps", [None, 1], ids=["early", "late"])
+async def test_the_check_above_notices_boundaries_that_are_off_by_a_step(plain, checkpoint, steps):
+    weights = Weights(checkpoint)
+    plain.push_weights(weights.at(plain.weight_version + 1))
+    ray.get([one.__ray_call__.remote(shift, steps) for one in plain.actors])
+    outputs = await pushes_under_load(plain, weights, num_pushes=15, seed=2)
+    ray.get([one.__ray_call__.remote(shift, 0) for one in plain.actors])
+    worst, foreign = 0.0, []
+    for version, spans in scored_spans(outputs, first_only=True).items():
+        own, after = compare(weights.at(version), spans)
+        worst = max(worst, own)
+        foreign += after
+    noticed = sum(one > 10 * TOLERANCE for one in foreign)
+    assert (worst > 100 * TOLERANCE) if steps else (noticed < 0.9 * len(foreign))
 
 
 @ray.remote(num_cpus=0)

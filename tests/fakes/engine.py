@@ -39,6 +39,9 @@ class BareUpdates(Updates):
         super().__init__(quiet_engine(), AdmissionGate(name, version=version))
         self.workers, self.run_id, self.whole, self.asked = workers, run_id, whole, []
 
+    def can_swap(self, mode, clear_cache):
+        return False  # there is no engine that steps
+
     async def call_workers(self, method, *args, timeout_s, what="", heartbeat=None):
         def call(worker):
             with torch.no_grad():

@@ -120,6 +120,7 @@ class World:
         with self.models.active():
             self.receiver = BroadcastReceiver(config, self.models.vllm_config, CPU, self.model)
         self.worker = SyncWorkerExtension()
+        self.worker.execute_model = None  # vLLM's worker has it
         self.worker.weight_transfer_engine = self.receiver
         self.worker.vllm_config = self.models.vllm_config
         self.client = Client([Replica("0", [self.worker])])

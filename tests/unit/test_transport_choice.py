@@ -1,6 +1,8 @@
 """Which transport is chosen where, and how the choice shows."""
 
+import logging
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,9 @@ from tests.fakes.weights import DescribingClient, members_of, open_transport
 from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
+from torchrl_vllm_sync.weights import places
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
+from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.places import (
     Place,
     choose_transport,
@@ -21,6 +25,7 @@ from torchrl_vllm_sync.weights.places import (
     this_node,
 )
 from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import Push
 
 
 def cpu(node="n1"):
@@ -33,7 +38,21 @@ def gpu(*uuids, node="n1"):
 
 MIXED = Place(node_id="n1", device_type="several devices")
 
+
+def spare(place):
+    """An engine there that has reserved memory for a second set."""
+    return replace(place, why_not_written="")
+
+
 CHOICES = {
+    "spare memory on another GPU": (gpu("a"), [spare(gpu("b")), spare(gpu("c", "d"))], "p2p"),
+    "spare memory on the same GPU": (gpu("a"), [spare(gpu("a"))], "ipc"),
+    "spare memory on the trainer's GPU, too": (gpu("a"), [spare(gpu("a", "b"))], "memmap"),
+    "spare memory on another node": (gpu("a"), [spare(gpu("b", node="n2"))], "broadcast"),
+    "one without spare memory": (gpu("a"), [spare(gpu("b")), gpu("c")], "broadcast"),
+    "spare memory on CPUs": (cpu(), [spare(cpu()), spare(cpu())], "p2p"),
+    "spare memory on CPUs, a GPU trainer": (gpu("a"), [spare(cpu())], "memmap"),
+    "spare memory, nobody knows where": (cpu(""), [spare(cpu(""))], "broadcast"),
     "the same GPU": (gpu("a"), [gpu("a")], "ipc"),
     "two engines on the trainer's GPU": (gpu("a"), [gpu("a"), gpu("a")], "ipc"),
     "another GPU of this node": (gpu("a"), [gpu("b")], "broadcast"),
@@ -55,7 +74,20 @@ def test_the_choice_follows_the_places(case):
     trainer, engines, wanted = CHOICES[case]
     assert choose_transport(trainer, dict(enumerate(engines))) == wanted
     assert wanted in TRANSPORTS
-    assert wanted != "p2p"  # for which engines must have reserved memory
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_gpus_that_are_seen_must_reach_each_other(monkeypatch, reaches):
+    asked, devices = [], {0: "a", 1: "b"}  # a third one is hidden
+    cuda = SimpleNamespace(
+        device_count=lambda: len(devices),
+        can_device_access_peer=lambda *pair: asked.append(pair) or reaches,
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(places, "device_uuid", lambda device: devices[device.index])
+    engines = {"0": spare(gpu("b")), "1": spare(gpu("c"))}
+    assert choose_transport(gpu("a"), engines) == ("p2p" if reaches else "broadcast")
+    assert asked == [(0, 1)] * len(asked) != []
 
 
 @pytest.mark.parametrize(
@@ -185,6 +217,50 @@ def test_a_choice_that_cannot_be_made_leaves_none():
     with pytest.raises(UnsupportedArgumentError, match="name one"):
         send(transport, DescribingClient(description(device_type="cuda", node_id="elsewhere")))
     assert transport.name == "auto"
+
+
+class Refused(P2PTransport):
+    """One that engines do not take after all."""
+
+    failures = ()
+
+    def open(self, members, source=None):
+        pass
+
+    def send(self, members, push):
+        assert self.all_or_none
+        if self.failures:
+            raise self.failures[0]
+        return {"0": {"path": "layerwise", "path_reason": "the plan left other values"}}
+
+
+@pytest.mark.parametrize("failure", [None, TransferError("replica 0: no plan")])
+def test_engines_that_do_not_take_p2p_get_the_next_best_for_good(monkeypatch, caplog, failure):
+    """At once if nothing was sent; from the next push on if they got this one by a reload."""
+    monkeypatch.setitem(TRANSPORTS, "memmap", Chosen)
+    monkeypatch.setitem(TRANSPORTS, "p2p", Refused)
+    monkeypatch.setattr(Refused, "failures", [one for one in (failure,) if one])
+    caplog.set_level(logging.WARNING)
+    source = MappingSource({"a": torch.ones(2)})
+    client = DescribingClient(description(node_id=this_node(), why_not_written=""))
+    members, transport = members_of(client), AutoTransport()
+    used = []
+    for version in (1, 2, 3):
+        transport.open(members, source)
+        transport.send(members, Push(source, version, 5.0))
+        used.append(transport.name)
+    assert used == ["memmap" if failure else "p2p", "memmap", "memmap"]
+    (said,) = [one.message for one in caplog.records]
+    assert "memmap is used from now on" in said
+    assert ("no plan" if failure else "other values") in said
+
+
+def test_what_does_not_say_where_it_is_is_not_written(monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "memmap", Chosen)
+    client = DescribingClient(description(node_id=this_node(), why_not_written=""))
+    transport = AutoTransport()
+    send(transport, client, Pairs())
+    assert transport.name == ("memmap" if place_of(Pairs()).device_type == "cpu" else "broadcast")
 
 
 def test_the_updater_knows_every_name():

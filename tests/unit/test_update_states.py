@@ -39,6 +39,44 @@ async def load(updates, version, error="", before=lambda: None, untouched=True):
         )
 
 
+async def swap(updates, version, error="", untouched=False):
+    async def call(engine, method, args, take):
+        told = {"error": error, "untouched": untouched, "num_tensors": 0, "seconds": 0.25}
+        answers = [{**told, "path": "plan", "path_reason": "", "computed": {}}]
+        take(answers)
+        at_once.append(updates._gate.state)
+        return answers
+
+    at_once = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(internals, "call_between_steps", call)
+        patch.setattr(internals, "pause_scheduler", None)  # neither is called
+        patch.setattr(updates._engine, "resume_generation", None)
+        async with updates.exclusive(1.0):
+            return await updates.swap("m", version=version, run_id="r", timeout_s=5.0), at_once
+
+
+async def test_a_swap_pauses_nothing_and_says_how_long_workers_stood_still(updates):
+    updates._gate.set(SERVING)
+    report, at_once = await swap(updates, 3)
+    assert (report.version, updates.version, updates.run_id) == (3, 3, "r")
+    assert at_once == [ReplicaState.UPDATING]
+    assert updates._gate.state is SERVING
+    assert report.load_s == report.whole_pause_s == pytest.approx(0.25)
+    assert (report.pause_s, report.resume_s) == (0.0, 0.0)
+
+
+async def test_a_swap_that_fails_serves_what_it_did_or_nothing(updates):
+    updates._gate.set(SERVING)
+    with pytest.raises(SyncError, match="no swap"):
+        await swap(updates, 3, "no swap", untouched=True)
+    assert (updates._gate.state, updates.version, updates.whole) == (SERVING, 0, True)
+    with pytest.raises(SyncError, match="half a swap"):
+        await swap(updates, 3, "half a swap")
+    assert (updates._gate.state, updates.version) == (STALE, 0)
+    assert not updates.can_swap("keep", False)  # the next one freezes it
+
+
 async def test_an_update_that_fails_does_not_let_it_serve(updates):
     with pytest.raises(SyncError, match="disk"):
         await load(updates, 3, "the disk is gone")

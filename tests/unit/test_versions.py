@@ -133,6 +133,30 @@ def test_a_sample_counts_at_each_switch():
     )
 
 
+def test_a_step_on_its_way_belongs_to_the_version_before():
+    from vllm.outputs import WeightVersionSpan
+
+    sample, checker = SampleVersions(State(), 1), SpanChecker("0")
+    sample.state.num_sampled = lambda computed: computed.get("r", 0)
+    sample.switch(2, {})  # it was not in the last step, and has no token
+    assert not sample.has_begun
+    sample.switch(3, {"r": 1})
+    assert sample.has_begun
+    sample.state.num_tokens = 4
+    sample.switch(4, {"r": 5})
+    sample.switch(5, {})  # the step is still on its way
+    sample.state.num_tokens = 9
+    wrong = [("1", 0, 3), ("3", 3, 6), ("5", 6, 9)]  # as the engine labels steps that have ended
+    answer = completion(9, wrong)
+    answer.weight_versions = [WeightVersionSpan(*one) for one in wrong]
+    found = sample.report(answer, checker).spans
+    assert found == spans((2, 0, 1), (3, 1, 5), (5, 5, 9))
+    assert answer.weight_versions == [
+        WeightVersionSpan(*one) for one in (("2", 0, 1), ("3", 1, 5), ("5", 5, 9))
+    ]
+    assert checker.num_disagreements == 0
+
+
 def test_outputs_that_hold_only_what_is_new_have_spans_of_it():
     sample, checker = SampleVersions(State(), 1), SpanChecker("0")
     sample.state.yields_only_new = True

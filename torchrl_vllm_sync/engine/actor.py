@@ -196,7 +196,7 @@ class EngineActor:
         self._last_push: PushReport | None = None
         self._joins_later = self._started = False
         self._device_uuids: tuple[str, ...] = ()
-        self._device_name = ""
+        self._device_name = self._why_not_written = ""
 
     async def start(self) -> EngineDescription:
         """Builds the engine and begins to serve."""
@@ -241,6 +241,8 @@ class EngineActor:
         found = await internals.call_workers(self.engine, "native_device")
         self._device_uuids = tuple(uuid for uuid, _ in found if uuid)
         self._device_name = found[0][1]
+        refusals = await internals.call_workers(self.engine, "sync_why_not_written")
+        self._why_not_written = next(filter(None, refusals), "")
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
@@ -286,6 +288,7 @@ class EngineActor:
             device_uuids=self._device_uuids,
             model=model.model,
             device_name=self._device_name,
+            why_not_written=self._why_not_written,
             processes=processes,
         )
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
+    from torchrl_vllm_sync.weights.transport import PauseMode
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class WrittenLoads:
 
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
+        self._is_checked = False  # whether the workers have compared their plans with a reload
 
     async def plan_writes(
         self, metadata: list[list[Any]], *, timeout_s: float
@@ -141,21 +143,33 @@ class WrittenLoads:
             answers = await updates.ask_workers(
                 "sync_begin_writing", *args, timeout_s=timeout_s, what="beginning"
             )
+        self._is_checked = all(one["is_checked"] for one in answers)
         return [one["number"] for one in answers]
 
     async def take_written(
-        self, numbers: list[int], *, version: int, run_id: str, timeout_s: float, **options: Any
+        self,
+        numbers: list[int],
+        *,
+        version: int,
+        run_id: str,
+        timeout_s: float,
+        mode: PauseMode,
+        clear_cache: bool,
     ) -> LoadReport:
-        """Serves one version; ``options`` say how the engine is paused."""
-        updates = self._updates
+        """Serves one version; the engine is paused only if it must be."""
+        updates, call = self._updates, ("sync_take_written", run_id, numbers)
 
         def load(left: float) -> Awaitable[list[dict[str, Any]]]:
-            return updates.call_workers("sync_take_written", run_id, numbers, timeout_s=left)
+            return updates.call_workers(*call, timeout_s=left)
 
         async with updates.exclusive(timeout_s) as deadline:
             updates.refuse_older(version)
             updates.refuse_foreign(version, run_id)
-            return await updates.apply(load, version, run_id, deadline.left_s, **options)
+            push: Any = {"version": version, "run_id": run_id, "timeout_s": deadline.left_s}
+            # The first time they reload besides, which may take long and leave half a model.
+            if self._is_checked and updates.can_swap(mode, clear_cache):
+                return await updates.swap(*call, **push)
+            return await updates.apply(load, **push, mode=mode, clear_cache=clear_cache)
 
 
 class PeerLoads:

@@ -15,7 +15,7 @@ from torchrl_vllm_sync.requests.messages import SampleReport
 from torchrl_vllm_sync.versions import slice_spans, spans_from_starts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 class SampleVersions:
     """Which versions sampled one sample, counted at each switch."""
 
-    __slots__ = ("_begun", "_delivered", "_received", "_starts", "state")
+    __slots__ = ("_begun", "_delivered", "_received", "_starts", "_was_swapped", "state")
 
     def __init__(self, state: SampleState, version: int, begun: BegunAnswer | None = None) -> None:
-        self.state, self._begun = state, begun
+        self.state, self._begun, self._was_swapped = state, begun, False
         self._received = self._delivered = len(begun.token_ids) if begun else 0
         former = begun.spans if begun else ()
         self._starts = [(one.version, one.start) for one in former] + [(version, self._received)]
@@ -41,10 +41,16 @@ class SampleVersions:
     @property
     def has_begun(self) -> bool:
         """Whether a token was sampled here, or it ended without one."""
-        return self.state.num_tokens > self._received or self.state.is_finished
+        num_tokens = max(self.state.num_tokens, self._starts[-1][1])
+        return num_tokens > self._received or self.state.is_finished
 
-    def switch(self, version: int) -> None:
-        self._starts.append((version, self.state.num_tokens))
+    def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
+        start = self.state.num_tokens
+        if computed is not None:
+            self._was_swapped = True
+            on_their_way = self._received + self.state.num_sampled(computed)
+            start = max(start, on_their_way, self._starts[-1][1])
+        self._starts.append((version, start))
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
         return spans_from_starts(self._starts, num_tokens)
@@ -54,7 +60,10 @@ class SampleVersions:
         start = self._delivered if self.state.yields_only_new else 0
         end = self._delivered = start + len(completion.token_ids)
         spans = self.spans(end)
-        if completion.finish_reason is not None:
+        if completion.finish_reason is not None and self._was_swapped:
+            # vLLM labels tokens when a step has ended, by which time another version may serve.
+            internals.relabel(completion, spans)
+        elif completion.finish_reason is not None:
             labelled = internals.label_spans(completion)
             spans = checker.agreed(self.state.engine_id, spans, labelled, end)
         first = self._begun or self.state
@@ -167,12 +176,15 @@ class AdmissionGate:
         running.sample = SampleVersions(state, self.version, begun)
         state.deliver_to(running)
 
-    def switch(self, version: int) -> None:
-        """Notes that ``version`` samples from now on: the engine is paused, its outputs settled."""
+    def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
+        """Notes that ``version`` samples from now on: all that was sampled before is settled.
+
+        But for the last step of an engine that is not paused: ``computed`` says how far it came.
+        """
         self.version = version
         for request in self.running.values():
             if request.sample is not None:
-                request.sample.switch(version)
+                request.sample.switch(version, computed)
 
     def is_open(self, min_version: int = 0) -> bool:
         """Whether a request may enter now."""

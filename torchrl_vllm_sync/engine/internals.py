@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import time
+import uuid
 from collections import Counter, deque
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from packaging.version import Version
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from torchrl_vllm_sync.replica import EngineCounters, Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.requests.messages import BegunAnswer
+    from torchrl_vllm_sync.versions import VersionSpan
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
@@ -135,6 +137,72 @@ async def call_workers(
     return [answer for of_one_engine in await asyncio.gather(*calls) for answer in of_one_engine]
 
 
+def knows_its_steps(engine: AsyncLLM) -> bool:
+    """Whether it is known which tokens come of steps that workers began before a call.
+
+    The core takes a call up between two steps, and all workers come to it behind the steps that it
+    has begun, of which one at most (async scheduling) has not shown its tokens yet.
+    """
+    config: Any = engine.vllm_config
+    parallel, model = config.parallel_config, config.model_config
+    return (
+        # Ray's executors may give a call to workers ahead of steps.
+        parallel.distributed_executor_backend in ("uni", "mp")
+        # Several steps are on their way; and data-parallel engines share experts in each step.
+        and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
+        # A step that has not ended may yield any number of tokens, or is repeated.
+        and config.speculative_config is None
+        and config.kv_transfer_config is None
+        # Requests in the middle of their prompt read encodings, which go with the weights.
+        and not model.is_multimodal_model
+    )
+
+
+class _Reply(list[Any]):
+    """The answer to a call, and its place among the engine's outputs.
+
+    vLLM sets the future of a call when it has read the answer, and takes outputs up later, in a
+    task. This stands for the future, and then in the task's queue for the outputs of a step: there
+    are none, and ``take`` is called when the task asks.
+    """
+
+    def __init__(self, queue: asyncio.Queue[Any], take: Callable[[list[Any]], object]) -> None:
+        super().__init__()
+        self.taken: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._queue, self._take, self._answers = queue, take, list[Any]()
+
+    def set_result(self, answers: list[Any]) -> None:
+        self._answers = answers
+        self._queue.put_nowait(EngineCoreOutputs(outputs=self))
+
+    def set_exception(self, error: Exception) -> None:
+        if not self.taken.done():
+            self.taken.set_exception(error)
+
+    def __len__(self) -> int:
+        if not self.taken.done():  # nobody may wait any more
+            try:
+                self._take(self._answers)
+                self.taken.set_result(self._answers)
+            except Exception as error:  # noqa: BLE001  raised where it is awaited
+                self.taken.set_exception(error)
+        return 0
+
+
+async def call_between_steps(
+    engine: AsyncLLM, method: str, args: tuple[Any, ...], take: Callable[[list[Any]], object]
+) -> list[Any]:
+    """Calls every worker, and ``take`` with the answers ahead of all outputs of later steps."""
+    client: Any = engine.engine_core
+    reply, call_id = _Reply(client.outputs_queue, take), uuid.uuid1().int >> 64
+    client.utility_results[call_id] = reply
+    call = client.client_index, call_id, "collective_rpc", (method, None, args)
+    message = EngineCoreRequestType.UTILITY.value, *client.encoder.encode(call)
+    await client._send_input_message(message, client.core_engine)
+    engine._run_output_handler()
+    return await reply.taken
+
+
 async def ask_health(engine: AsyncLLM) -> None:
     """Returns when every worker has answered; ``AsyncLLM.check_health`` asks the process only."""
     await call_workers(engine, "check_health")
@@ -162,6 +230,11 @@ class SampleState:
     @property
     def num_tokens(self) -> int:
         return self._state.detokenizer.num_output_tokens()
+
+    def num_sampled(self, computed: Mapping[str, int]) -> int:
+        """How many tokens it has, given of how many, by request, there are keys after a step."""
+        in_engine = computed.get(self._state.request_id, 0) - self._state.prompt_len + 1
+        return max(in_engine, 0)
 
     @property
     def is_finished(self) -> bool:
@@ -200,7 +273,7 @@ class SampleState:
         logprobs.prompt_logprobs = begun.prompt_logprobs
         if installed_vllm() >= _FIRST_WITH_LABEL_SPANS:
             state.weight_version_starts[:] = [
-                (str(one.version) if one.version else UNLABELLED, one.start) for one in begun.spans
+                (label_of(one.version), one.start) for one in begun.spans
             ]
 
     def _between(self, begin: str, end: str) -> float | None:
@@ -219,6 +292,17 @@ def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None
         on_sample(SampleState(processor, processor.request_states[request.request_id], request))
 
     processor.add_request = add_and_tell
+
+
+def label_of(version: int) -> str:
+    return str(version) if version else UNLABELLED
+
+
+def relabel(completion: CompletionOutput, spans: Sequence[VersionSpan]) -> None:
+    """Has vLLM's spans of a finished sample say what ``spans`` do."""
+    if label_spans(completion):
+        kind = type(completion.weight_versions[0])  # pyright: ignore[reportOptionalSubscript]
+        completion.weight_versions = [kind(label_of(one.version), *one[1:]) for one in spans]
 
 
 def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:

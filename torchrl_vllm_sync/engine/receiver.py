@@ -316,8 +316,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         if self.arena is None or (plan := self._staged_plan) is None:
             raise TransferError("no writes were planned")
         self.arena.take(run_id, number)
-        if not self._is_checked:
-            self._is_checked = True
+        if not self.is_checked:
+            self.is_checked = True
             self.arena.mirror()  # the plan reads from there, which a reload leaves alone
             self._compare_with(lambda: reload_model(self.model, self.vllm_config, plan.tensors()))
 
@@ -378,7 +378,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def _forget(self) -> None:
         self._planned: LoadPlan | None = None
         self._staged_plan: LoadPlan | None = None
-        self._is_checked = False  # by writes from outside
+        self.is_checked = False  # by writes from outside
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.gate import AdmissionGate
+    from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
     from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
     from torchrl_vllm_sync.weights.transport import PauseMode
 
@@ -59,6 +59,12 @@ def path_of(answers: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
+def _loaded(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fields of the report on a load."""
+    attempts = max(one.get("attempts", 1) for one in answers)
+    return {"num_tensors": answers[0]["num_tensors"], "attempts": attempts, **path_of(answers)}
+
+
 class Watchdog:
     """Calls ``give_up`` when it was started and neither stopped nor started again in time."""
 
@@ -93,10 +99,14 @@ class Pause:
     loaded: float = 0.0
     num_restarted: int = 0
     num_kept: int = 0
+    stood_s: float | None = None  # workers, at most, where nothing was paused
 
     def report(self, version: int, **load: Any) -> LoadReport:
         """The report on the update that has just ended; ``load`` are fields of its own."""
-        whole_pause_s = time.perf_counter() - self.begun
+        if self.stood_s is not None:
+            self.begun = self.reached = self.loaded - self.stood_s
+        end = time.perf_counter() if self.stood_s is None else self.loaded
+        whole_pause_s, since_s = end - self.begun, time.perf_counter() - self.begun
         before = load.get("verify_s", 0.0) + load.get("stage_s", 0.0)
         return LoadReport(
             version=version,
@@ -107,7 +117,7 @@ class Pause:
             whole_pause_s=whole_pause_s,
             num_kept=self.num_kept,
             num_restarted=self.num_restarted,
-            began_at=time.time() - whole_pause_s - before,
+            began_at=time.time() - since_s - before,
             **load,
         )
 
@@ -271,53 +281,98 @@ class Updates:
         async with self.paused(mode, clear_cache, timeout_s) as pause:
             self.whole = False
             answers = await load(timeout_s - (pause.reached - pause.begun))
-            if told := "; ".join(
-                f"worker {rank} could not load: {one['error']}\n{one.get('traceback', '')}".rstrip()
-                for rank, one in enumerate(answers)
-                if one["error"]
-            ):
-                self.whole = was_whole and all(one.get("untouched") for one in answers)
-                raise errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
+            self._check(answers, was_whole)
             await self.commit(pause, version, str(version), run_id)
-        return pause.report(
-            version,
-            num_tensors=answers[0]["num_tensors"],
-            attempts=max(one.get("attempts", 1) for one in answers),
-            **path_of(answers),
-            **(phases or {}),
-        )
+        return pause.report(version, **_loaded(answers), **(phases or {}))
+
+    def can_swap(self, mode: PauseMode, clear_cache: bool) -> bool:
+        """Whether :meth:`swap` does what :meth:`apply` does; an incomplete engine is frozen."""
+        keeps = mode == "keep" and not clear_cache and self.whole and not self.apart
+        return keeps and internals.knows_its_steps(self._engine)
+
+    async def swap(
+        self, method: str, *args: Any, version: int, run_id: str | None, timeout_s: float
+    ) -> LoadReport:
+        """Has the workers load between two steps of an engine that goes on, by a call of each.
+
+        They say in ``computed`` how far the step before came.
+        """
+        self.require_weights()
+        unstarted: list[RunningRequest] = []
+
+        def take(answers: list[dict[str, Any]]) -> None:
+            """Comes ahead of all that is sampled afterwards."""
+            try:
+                self._check(answers, was_whole=True)
+            except errors.SyncError as error:
+                self._end_if_torn(error)
+                raise
+            self._switch(version, answers[0]["computed"])
+            unstarted.extend(self._mark_unstarted())
+
+        async with self.paused(None, clear_cache=False, timeout_s=timeout_s) as pause:
+            self.whole = False
+            call = internals.call_between_steps(self._engine, method, args, take)
+            answers = await self.ask("swapping", call, timeout_s)
+            pause.loaded, pause.stood_s = time.perf_counter(), max(a["seconds"] for a in answers)
+            pause.num_restarted = await self._send_back(unstarted)
+            await self.label(str(version))
+            self._end_commit(pause, run_id)
+        return pause.report(version, **_loaded(answers))
+
+    def _check(self, answers: list[dict[str, Any]], was_whole: bool) -> None:
+        """Raises if a worker could not load."""
+        if told := "; ".join(
+            f"worker {rank} could not load: {one['error']}\n{one.get('traceback', '')}".rstrip()
+            for rank, one in enumerate(answers)
+            if one["error"]
+        ):
+            self.whole = was_whole and all(one.get("untouched") for one in answers)
+            raise errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
 
     @contextlib.asynccontextmanager
     async def paused(
-        self, mode: PauseMode, clear_cache: bool, timeout_s: float
+        self, mode: PauseMode | None, clear_cache: bool, timeout_s: float
     ) -> AsyncIterator[Pause]:
-        """Freezes the engine; on every exit it is whole and serving, or stale without requests."""
+        """Freezes the engine; on every exit it is whole and serving, or stale without requests.
+
+        Without a mode it steps on, and only requests that would enter wait.
+        """
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
         try:
-            call = internals.pause_scheduler(self._engine, mode=mode, clear_cache=clear_cache)
-            await self.ask("pausing", call, timeout_s)
-            pause.num_restarted = await self._send_back_unstarted()
+            if mode is not None:
+                call = internals.pause_scheduler(self._engine, mode=mode, clear_cache=clear_cache)
+                await self.ask("pausing", call, timeout_s)
+                pause.num_restarted = await self._send_back(self._mark_unstarted())
             pause.reached = time.perf_counter()
             yield pause
         except BaseException as error:
-            reason = (str(error) or type(error).__name__).partition("\n")[0]
             if self.whole:
-                await self.resume(before)
+                await self.resume(before, is_paused=mode is not None)
             else:
-                self.set_state(ReplicaState.STALE, f"weight update failed: {reason}")
+                self._end_if_torn(error)
             raise
-        await self.resume()
+        await self.resume(is_paused=mode is not None)
 
-    async def _send_back_unstarted(self) -> int:
-        """Sends requests without a token back to the gate: they would read old keys otherwise."""
-        pending = [one for one in self._gate.running.values() if not one.has_begun]
-        for running in pending:
+    def _end_if_torn(self, error: BaseException) -> None:
+        if not self.whole:
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            self.set_state(ReplicaState.STALE, f"weight update failed: {reason}")
+
+    def _mark_unstarted(self) -> list[RunningRequest]:
+        """Marks requests without a token to begin again: they would read old keys otherwise."""
+        unstarted = [one for one in self._gate.running.values() if not one.has_begun]
+        for running in unstarted:
             running.restart = True
+        return unstarted
+
+    async def _send_back(self, unstarted: list[RunningRequest]) -> int:
+        """Sends requests back to the gate."""
         # What vLLM is still preparing, which takes long with images, goes back when it is done.
-        if ids := [one.engine_id for one in pending if one.sample is not None]:
+        if ids := [one.engine_id for one in unstarted if one.sample is not None]:
             await self.ask("sending back", self._engine.abort(ids), SHORT_TIMEOUT_S)
-        return len(pending)
+        return len(unstarted)
 
     async def commit(
         self, pause: Pause, version: int, label: str | None, run_id: str | None
@@ -326,8 +381,14 @@ class Updates:
         pause.loaded = time.perf_counter()
         if label is not None:
             await self.label(label)
+        self._switch(version)
+        self._end_commit(pause, run_id)
+
+    def _switch(self, version: int, computed: dict[str, int] | None = None) -> None:
         self._repeats = self._repeats + 1 if version == self.version else 0
-        self._gate.switch(version)
+        self._gate.switch(version, computed)
+
+    def _end_commit(self, pause: Pause, run_id: str | None) -> None:
         self.whole, self.run_id = True, run_id
         pause.num_kept = sum(one.has_begun for one in self._gate.running.values())
 
@@ -340,12 +401,15 @@ class Updates:
         await self.ask_workers("native_abandon", what="giving up")
         self.apart = False
 
-    async def resume(self, before: ReplicaState = ReplicaState.SERVING) -> None:
+    async def resume(
+        self, before: ReplicaState = ReplicaState.SERVING, *, is_paused: bool = True
+    ) -> None:
         """Lets the engine step again and requests enter, unless its user holds it."""
         if self.held:
             return
         try:
-            await self.ask("resuming", self._engine.resume_generation(), SHORT_TIMEOUT_S)
+            if is_paused:
+                await self.ask("resuming", self._engine.resume_generation(), SHORT_TIMEOUT_S)
         except BaseException as error:
             self.whole = False  # it may be frozen: only a successful load makes it serve again
             self.set_state(ReplicaState.STALE, f"the engine did not resume: {error}")

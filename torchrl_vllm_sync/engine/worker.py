@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine import receiver as receiver_module
+from torchrl_vllm_sync.engine.args import STAGED_BACKEND
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
 from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu
 from torchrl_vllm_sync.errors import (
@@ -32,6 +33,7 @@ from torchrl_vllm_sync.errors import (
     TransferNotReadyError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.replica import NOT_STAGED
 from torchrl_vllm_sync.weights.audit import checksum, chunk_of
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.places import device_name, device_uuid
@@ -145,6 +147,7 @@ class SyncWorkerExtension:
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
+    execute_model: Callable[..., Any]
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
@@ -155,6 +158,7 @@ class SyncWorkerExtension:
     _sync_peer: PeerCopy
     _sync_peer_file: str
     _sync_staged: Future[dict[str, Any]]
+    _sync_step: Any = None  # what the scheduler gave out for the last step, if that is watched
     _native_launched: WeightTransferEngine[Any, Any] | None = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
@@ -168,9 +172,29 @@ class SyncWorkerExtension:
         """VLLM sets it as soon as the weights are loaded, and then sizes the KV cache."""
         is_first, self._sync_engine = self._sync_engine is None, engine
         arena = engine.arena if isinstance(engine, BroadcastReceiver) else None
-        if is_first and arena is not None and engine.device.type == "cuda":
-            # The weights, which vLLM has counted, are in the arena now, which it counts as well.
-            self.model_runner.model_memory_usage -= arena.num_bytes
+        if is_first and arena is not None:
+            self._sync_watch_steps()
+            if engine.device.type == "cuda":
+                # The weights, which vLLM has counted, are in the arena, which it counts as well.
+                self.model_runner.model_memory_usage -= arena.num_bytes
+
+    def _sync_watch_steps(self) -> None:
+        execute = self.execute_model
+
+        def watched(step: Any, *args: Any) -> Any:
+            self._sync_step = step
+            return execute(step, *args)
+
+        self.execute_model = watched
+
+    def _sync_computed(self) -> dict[str, int]:
+        """Returns of how many tokens there are keys, for each request of the last step."""
+        if (step := self._sync_step) is None:
+            return {}
+        known = step.scheduled_cached_reqs
+        before = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+        before |= {one.req_id: one.num_computed_tokens for one in step.scheduled_new_reqs}
+        return {name: before[name] + num for name, num in step.num_scheduled_tokens.items()}
 
     @answered
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
@@ -251,20 +275,30 @@ class SyncWorkerExtension:
         receiver = self._sync_receiver()
         rank = receiver.rank_in_replica
         about = {"replica_id": replica_id, "rank": rank}
-        return {"number": receiver.begin_writing(run_id, known[rank], path, about, timeout_s)}
+        number = receiver.begin_writing(run_id, known[rank], path, about, timeout_s)
+        return {"number": number, "is_checked": receiver.is_checked}
 
     @answered
     def sync_take_written(self, run_id: str, numbers: list[int]) -> dict[str, Any]:
         """Serves what was written; no step may run meanwhile."""
-        self._sync_touched = True
+        self._sync_touched, begin = True, time.perf_counter()
         receiver = self._sync_receiver()
         receiver.take_written(run_id, numbers[receiver.rank_in_replica])
-        return {"num_tensors": 0, **receiver.path_taken}
+        seconds = time.perf_counter() - begin
+        about = {"seconds": seconds, "computed": self._sync_computed()}
+        return {"num_tensors": 0, **receiver.path_taken, **about}
 
     def sync_staging_refusal(self) -> str:
         """Why the launch could not reserve memory for staged weights; empty if nothing is wrong."""
         receiver = self.weight_transfer_engine
         return receiver.staging_refusal if isinstance(receiver, BroadcastReceiver) else ""
+
+    def sync_why_not_written(self) -> str:
+        """Why no trainer can write to this worker's memory; empty if none is known."""
+        receiver = self.weight_transfer_engine
+        if not isinstance(receiver, BroadcastReceiver) or receiver.config.backend != STAGED_BACKEND:
+            return NOT_STAGED
+        return receiver.staging_refusal or why_not_a_plan(self.vllm_config)
 
     def sync_leave(self) -> None:
         self._sync_receiver().shutdown()

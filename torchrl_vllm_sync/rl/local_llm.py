@@ -191,9 +191,9 @@ class _FollowedRequests(AdmissionGate):
     def register(self, state: SampleState) -> None:
         self.samples[state.engine_id, state.index] = SampleVersions(state, self.version)
 
-    def switch(self, version: int) -> None:
+    def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
         """Notes that ``version`` samples from now on, and forgets what was aborted."""
-        super().switch(version)
+        super().switch(version, computed)
         for key, sample in list(self.samples.items()):
             if sample.state.is_finished:
                 del self.samples[key]

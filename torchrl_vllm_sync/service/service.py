@@ -118,7 +118,8 @@ class AsyncVLLM(RLvLLMEngine):
         verbose: Show a bar of the engines that are ready; ``False`` also has vLLM log errors only.
         enable_fp32_output: Compute output layers in float32, for models TorchRL has them for.
         stage_weights: Reserve memory for a second set of weights in each worker, into which
-            ``BroadcastTransport(staged=True)`` and ``P2PTransport`` send while replicas generate.
+            ``BroadcastTransport(staged=True)`` and ``P2PTransport`` send while replicas generate;
+            the latter is the default then for a trainer on the same host.
         request_timeout_s: Time limit of requests that name none, in seconds.
         unresponsive_after_s: Seconds of silence, at least 1, after which a replica's engine or
             actor has failed; longer than any step of the engine takes. Death is noticed in 2 s.

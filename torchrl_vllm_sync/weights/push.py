@@ -511,7 +511,7 @@ class WeightPusher:
         seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
         report = PushReport(
             version=chosen,
-            transport=to,
+            transport=self.transport.name,  # which may have changed
             num_bytes=num_bytes,
             seconds=seconds,
             phases=times.seconds | push.times.seconds,

@@ -26,7 +26,7 @@ from torchrl_vllm_sync.weights.p2p.writes import (
 )
 from torchrl_vllm_sync.weights.places import sending_device
 from torchrl_vllm_sync.weights.source import sharded_of, views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, failed
+from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -116,7 +116,7 @@ class P2PTransport:
 
     The engines do nothing while weights arrive. They must be on this host, on GPUs that the
     trainer's reaches, or on CPUs as the trainer is, and launched with ``stage_weights=True``; and a
-    load plan must be possible for their model. Chosen by name only, see ``choose_transport``.
+    load plan must be possible for their model.
 
     Of a model under FSDP2 every rank writes what it holds, and nothing is gathered, except for
     tensors that are computed from others or not cut along one dimension, and if a rank is on
@@ -129,6 +129,8 @@ class P2PTransport:
     name = "p2p"
     is_collective = False
     last_version = 0  # it stores none
+    # Whether one replica whose memory cannot be written to ends a push before anything is sent.
+    all_or_none = False
 
     def __init__(self, *, device: torch.device | str | None = None) -> None:
         self._given_device = None if device is None else torch.device(device)
@@ -192,6 +194,9 @@ class P2PTransport:
             ready = {name: () for name in answers if name not in failed(answers)}
             with times.measure("begin_s"):
                 begun = self._begin(members, ready, shards, deadline)
+            if self.all_or_none:
+                refusals = failed(answers | begun).items()
+                raise_exceptions({n: one for n, one in refusals if isinstance(one, TransferError)})
             writable = {name: one for name, one in begun.items() if name not in failed(begun)}
             with times.measure("send_s"):
                 self._write(push.source, writable, shards)
