@@ -290,6 +290,7 @@ JOBS = {
 }
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", JOBS)
 def test_every_rank_writes_its_own_part_and_nothing_is_gathered(engines, world_size):
     """The last job of two ranks is the negative control: one of them writes nothing."""

@@ -139,7 +139,7 @@ class WeightUpdater:
         return self.push_weights(policy_or_weights, worker_ids)
 
     def _take_part(self, weights: Any) -> PushReport:
-        """Gathers a sharded model with the rank that pushes it, and returns that rank's report."""
+        """Sends a sharded model with the rank that pushes it, and returns that rank's report."""
         source = as_weight_source(weights)
         if not isinstance(source, ShardedModuleSource) or source.leads:
             raise UnsupportedArgumentError(

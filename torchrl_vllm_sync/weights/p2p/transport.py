@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import uuid
@@ -53,12 +54,11 @@ class Worker:
     passed_on: list[Row] = field(default_factory=list)  # of the model's, for all ranks to cut
     memories: dict[int, Mapped] = field(default_factory=dict)  # the last used one last
 
-    def bind(self, number: int, device: torch.device, descriptors: list[int]) -> Mapped:
+    def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         if (before := self.memories.pop(number, None)) is not None:
             before.close()
         mapped = Mapped.of(self.num_bytes, device, descriptors, self.rows, self.mine)
         self.memories[number] = mapped
-        return mapped
 
     def use(self, number: int) -> None:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
@@ -96,12 +96,13 @@ class Shards:
     cuts: dict[str, Cut | None]
     # Tokens of the memories that all other ranks know; ``None`` if there are none.
     known: set[str] | None
-    new: list[tuple[Worker, Mapped, list[int]]] = field(default_factory=list)  # and descriptors
+    # What they lack: whose memory of which number, and its descriptors.
+    new: list[tuple[Worker, int, list[int]]] = field(default_factory=list)
 
     def pass_on(self, timeout_s: float, path: str, watch: Callable[[], None]) -> None:
         """Gives one rank what it lacks."""
-        for worker, mapped, descriptors in self.new:
-            said = {"token": mapped.token, "num_bytes": worker.num_bytes}
+        for worker, number, descriptors in self.new:
+            said = {"token": worker.memories[number].token, "num_bytes": worker.num_bytes}
             copies = [plan_file(worker.passed_on), *map(os.dup, descriptors)]
             hand_over(path, said, copies, timeout_s, watch)
 
@@ -180,7 +181,8 @@ class P2PTransport:
         Raises:
             TransferError: The transport is not open.
             WeightMismatchError: A tensor is on another device, or a shard. Nothing was sent.
-            TrainerRankError: A rank of a sharded model failed or was silent. Nothing was sent.
+            TrainerRankError: A rank of a sharded model failed or was silent. The engines serve what
+                they served.
         """
         deadline, times = Deadline(push.timeout_s), push.times
         if self._handover is None:
@@ -279,10 +281,10 @@ class P2PTransport:
                 continue
             expected.remove(one)
             name, rank, number = one
-            worker, kept = self._workers[name][rank], [*map(os.dup, descriptors if shards else ())]
-            mapped = worker.bind(number, self._device, descriptors)
+            worker = self._workers[name][rank]
             if shards is not None:
-                shards.new.append((worker, mapped, kept))
+                shards.new.append((worker, number, [*map(os.dup, descriptors)]))
+            worker.bind(number, self._device, descriptors)
         for name in answers.keys() - failed(answers):
             for worker, number in zip(self._workers[name], answers[name], strict=True):
                 worker.use(number)
@@ -302,14 +304,10 @@ class P2PTransport:
                 ((meta.name, one) for meta, one in checked(tensors, metadata)), whole, self._device
             )
         else:
-            held = [
-                one
-                for of in self._workers.values()
-                for worker in of
-                for one in worker.memories.values()
-            ]
+            workers = itertools.chain(*self._workers.values())
+            held = itertools.chain(*(one.memories.values() for one in workers))
             passed = Passed(
-                new=[one.token for _, one, _ in shards.new],
+                new=[worker.memories[number].token for worker, number, _ in shards.new],
                 keep=[one.token for one in held],
                 now=[one.token for one in mapped],
                 left=sorted(self._left),
