@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SYSTEMS = ("undisturbed", "killed", "ordinary")
-KILLS = "rows begun again"
+BEGUN_AGAIN = "rows begun again"
 NUM_REPLICAS, LIMIT_S = 2, 300.0
 CASE = Case("tiny", rows=16, tokens=16, minibatch=16, group=8)
 TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "lr": 1e-3}
@@ -179,7 +179,7 @@ def train(setup: Any, service: Any, *, steps: int, killer: Killer | None = None)
         killing.result()
         if not killer.kills:
             raise RuntimeError(f"nothing was killed in {steps} steps")
-        found[KILLS, "rows"] = [(at - begin, again) for at, again, _ in killer.kills]
+        found[BEGUN_AGAIN, "rows"] = [(at - begin, again) for at, again, _ in killer.kills]
     return found
 
 

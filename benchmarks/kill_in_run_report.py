@@ -51,8 +51,9 @@ def picture(run: dict[str, Any], path: Path) -> None:
     )
     for metric, one in zip(("reward", "loss"), axes, strict=False):
         for system, style in LINES.items():
-            samples = found.get((system, metric), ([], []))[1]
-            one.plot(range(1, 1 + len(samples)), samples, **style)
+            if (system, metric) in found:  # of a pair there is no third
+                samples = found[system, metric][1]
+                one.plot(range(1, 1 + len(samples)), samples, **style)
         one.set_ylabel(metric)
     ends = found["killed", "reward"][0]
     serving, numbers = found["killed", "replicas serving"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import kill_in_run, kill_in_run_report
-from benchmarks.kill_in_run import KILLS, SYSTEMS, Killer, differences, train
+from benchmarks.kill_in_run import BEGUN_AGAIN, SYSTEMS, Killer, differences, train
 from benchmarks.kill_in_run_report import LINES, step_of
 from torchrl_vllm_sync import ReplicaState
 
@@ -77,7 +77,7 @@ def test_a_replica_is_killed_when_it_has_rows_and_all_serve(scripted):
         "replicas serving": [2, 1],
         "reward": [0.1, 0.2, 0.3],
         "loss": [1, 2, 3],
-        KILLS: [16],
+        BEGUN_AGAIN: [16],
     }
     assert scripted.killed[1] is kill_in_run.signal.SIGKILL
     assert [(word, rows) for _, rows, word in killer.kills] == [
@@ -90,7 +90,7 @@ def test_a_run_in_which_nothing_could_be_killed_says_so(scripted):
     scripted.states[1] = STARTING
     with pytest.raises(RuntimeError, match="nothing was killed in 3 steps"):
         train(scripted, scripted, steps=3, killer=Killer(scripted, 0, 0))
-    assert KILLS not in dict(train(scripted, scripted, steps=1))
+    assert BEGUN_AGAIN not in dict(train(scripted, scripted, steps=1))
 
 
 def test_every_bit_of_every_row_is_compared():
@@ -118,7 +118,7 @@ def test_a_picture_lies_beside_its_record(tmp_path, monkeypatch):
     metrics = ("reward", "loss")
     records = [record(one, of, [1.0, 9.0], [0.1, 0.5]) for one in SYSTEMS for of in metrics]
     records.append(record("killed", "replicas serving", [0.0, 2.1, 7.0], [2.0, 1.0, 2.0]))
-    records.append(record("killed", KILLS, [2.0], [16.0]))
+    records.append(record("killed", BEGUN_AGAIN, [2.0], [16.0]))
     run = {"hardware": "cpu2", "records": records}
     monkeypatch.setattr(kill_in_run_report, "RESULTS", tmp_path)
     (tmp_path / "kill_in_run_a.json").write_text(json.dumps(run))
