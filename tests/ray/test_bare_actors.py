@@ -241,6 +241,8 @@ def test_monitor_survives_the_end_of_ray_and_leaves_a_new_cluster_alone(fake_eng
     eventually(lambda: not monitor_threads())
     assert balancer.select_actor() == 0
     balancer.close()
+    del balancer
+    gc.collect()  # Ray ends a process whose other threads drop handles while it shuts down
 
     balancer = LoadBalancer([object()], monitor_interval_s=INTERVAL_S)
     ray.shutdown()
