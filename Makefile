@@ -30,7 +30,7 @@ STAMP := $(VENV)/.setup-done
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 TEST_LOGS := build/tests
-ENGINE_TESTS := tests/engine tests/ray tests/chaos tests/gpu
+ENGINE_TESTS := tests/engine tests/ray tests/gpu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
@@ -55,9 +55,9 @@ $(STAMP): requirements.lock pyproject.toml
 grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 	$(BIN)/python tutorials/01_grpo_sync.py
 
-# Tests with engines mostly wait, so those without run beside them: two processes of pytest, each with
-# a record in build/tests. What the second one printed follows when it has ended. A selection may
-# leave one of them nothing to do, which is pytest's status 5.
+# Tests with engines mostly wait, so those without, and the cells of the kill matrix, run beside them:
+# two processes of pytest, each with a record in build/tests. What the second one printed follows when
+# it has ended. A selection may leave one of them nothing to do, which is pytest's status 5.
 test: MARKS := -m "not slow"
 test: $(STAMP)  ## Prove what is promised, in ten minutes (PYTEST_ARGS="-k memmap" selects)
 test-all: $(STAMP)  ## Run all tests, in forty minutes
@@ -71,7 +71,7 @@ test-engines: $(STAMP)
 test-unit: $(STAMP)
 	@mkdir -p $(TEST_LOGS); status=0; $(BIN)/python -m pytest $(MARKS) --junit-xml=$(TEST_LOGS)/unit.xml \
 	    tests $(addprefix --ignore=,$(ENGINE_TESTS) tests/docs) $(PYTEST_ARGS) >$(TEST_LOGS)/unit.log 2>&1 \
-	    || status=$$?; printf '\n=== tests without engines\n'; cat $(TEST_LOGS)/unit.log; \
+	    || status=$$?; printf '\n=== the other tests\n'; cat $(TEST_LOGS)/unit.log; \
 	    [ $$status = 0 ] || [ $$status = 5 ]
 
 # About a minute a cell, two hours for all: CELLS="kill-core-* stop-*-commit-memmap" selects,
