@@ -19,8 +19,8 @@ def count_wrongly(actor):
     kind = type(actor._gate)
     right = kind.switch
 
-    def switch(gate, version):
-        right(gate, version)
+    def switch(gate, *args):
+        right(gate, *args)
         for request in gate.running.values():
             if request.sample is not None:
                 last, position = request.sample._starts[-1]
