@@ -195,6 +195,7 @@ def hurt(shared_services, untied_checkpoint):
             num_replicas=3,
             actor_class=FaultyActor,
             worker_extension_cls="tests.engine.layerwise_engine.LayerwiseWorker",
+            logprobs_mode="raw_logprobs",  # of all tokens, also where min_tokens rules some out
             **ENGINE,
         ),
     )

@@ -108,7 +108,7 @@ def states(service):
 
 
 def greedy(tokens=1, **options):
-    return SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, **options)
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
 
 
 def in_background(call):
