@@ -78,8 +78,12 @@ def table(verdicts):
 
 
 def record(verdicts, directory):
-    """Writes the times of the cells that passed; anything goes for a working tree elsewhere."""
-    recorder = Recorder("chaos")
+    """Writes the times of the cells that passed; anything goes for a working tree elsewhere.
+
+    Cells of one transport only have a record of their own, so that a matrix may come in parts.
+    """
+    transports = {verdict.cell.transport for verdict in verdicts}
+    recorder = Recorder("_".join(["chaos", *(transports if len(transports) == 1 else ())]))
     for verdict in verdicts:
         for metric, name in FIGURES.items():
             seconds = getattr(verdict, name)
@@ -129,6 +133,8 @@ def main(argv=None):
                 )
                 if verdict.failure:
                     say(f"    {verdict.failure}")
+        except KeyboardInterrupt:
+            say(f"interrupted after {len(verdicts)} of {len(cells)} cells")
         finally:
             if arena is not None:
                 arena.close()
@@ -137,7 +143,7 @@ def main(argv=None):
         say(f"record: {record(verdicts, options.output)}")
     except RecordError as error:
         say(f"no record: {error}")
-    return 1 if any(verdict.failure for verdict in verdicts) else 0
+    return 1 if len(verdicts) < len(cells) or any(one.failure for one in verdicts) else 0
 
 
 if __name__ == "__main__":
