@@ -21,6 +21,7 @@ CELLS ?= *
 CHAOS_ARGS ?=
 KILLS_ARGS ?=
 CURVE_ARGS ?=
+FLAT_ARGS ?=
 UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
 UPSTREAM_ARGS ?=
 ADDRESS ?=
@@ -89,9 +90,10 @@ chaos-curve: $(STAMP)  ## Train with and without kills, compare every bit, and d
 kills: $(STAMP)  ## Kill, stop and replace 2,000 writers and readers of snapshots, in 50,000 reads
 	$(BIN)/python -m tests.unit.test_torn_reads slots versions --kills 2000 --reads 50000 $(KILLS_ARGS)
 
-# SOAK_ARGS="--requests 20000 --events 40 --seed 7" runs another one.
-soak: $(STAMP)  ## Run 10,000 requests while replicas are killed, join, leave and get new weights
+# SOAK_ARGS="--requests 20000 --events 40 --seed 7" runs another one, FLAT_ARGS="--pushes 50" a shorter second part.
+soak: $(STAMP)  ## Run 10,000 requests while replicas are killed, join and leave; then push 1,500 times
 	$(BIN)/python -m tests.soak.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.soak.flat $(FLAT_ARGS)
 
 # A few minutes and another seed each time; make test runs the same properties on fixed examples.
 fuzz: $(STAMP)  ## Search longer for damage and prompts that get past the checks

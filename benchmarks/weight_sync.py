@@ -2,11 +2,17 @@
 
 ``python -m benchmarks.weight_sync --model 8b --replicas 3`` runs every system on the same machine
 in one go: a bare broadcast of as many bytes, vLLM's packed NCCL engine, the broadcast transport,
-and the same with staged weights. Engines and trainer hold random weights of the named shape. After
-the last push the engine's log-probabilities are compared with the trainer's, and one push is
-checked parameter by parameter against vLLM's own reload.
+the same with staged weights, and p2p. Engines and trainer hold random weights of the named shape.
+After the last push of each system the engine's log-probabilities are compared with the trainer's;
+at last one push is checked parameter by parameter against vLLM's own reload.
 
-``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``.
+- ``push``: the whole call. ``whole pause``: how long an engine stands still.
+- ``gap beyond a step``: the longest time without a token around a push, less the usual one.
+- ``speed while weights arrive``: tokens per second, in per cent of those before the push: of staged
+  weights from the first byte to the pause, of others from the push's beginning to its end.
+
+``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
+``<model>-<replicas>-graphs`` where engines decode by CUDA graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +42,13 @@ from torchrl_vllm_sync import AsyncVLLM
 if TYPE_CHECKING:
     from benchmarks.token_rates import TokenLog
 
-SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
+SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p")
+# What people run who do not wait for a compiler.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+}
 PROBE = list(range(5, 69))
 # Seconds for which loaded engines are left alone before each push.
 QUIET_S = 0.3
@@ -52,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     case = f"{args.model}-{args.replicas}"
     if args.tensor_parallel > 1:
         case += f"-tp{args.tensor_parallel}"
+    if args.graphs:
+        case += "-graphs"
     recorder = Recorder("weight_sync_" + re.sub(r"\W", "_", case))
     ray.init(
         address="local",
@@ -88,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
                 except Exception:  # noqa: BLE001  the other systems are measured all the same
                     traceback.print_exc()
                     failed += 1
-            check(service, trainer, dtype, args)
+            check(service, trainer, args)
     print(recorder.write(smoke=args.smoke, directory=args.out))
     ray.shutdown()
     return failed
@@ -100,6 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
+    parser.add_argument("--graphs", action="store_true", help="decode by CUDA graphs")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
@@ -118,18 +133,21 @@ def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
     engine: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": dtype,
-        "enforce_eager": True,
+        "enforce_eager": not args.graphs,
         "max_model_len": 2048,
         "max_num_seqs": 64,
         "actor_class": loaded_actor(),
-        "stage_weights": "broadcast-staged" in args.systems,
+        "stage_weights": bool({"broadcast-staged", "p2p"} & {*args.systems}),
         "verbose": False,
         "num_cpus_per_replica": 0,
     }
     if torch.cuda.is_available():
         engine |= {"kv_cache_memory_bytes": 8 * 2**30}
+        if args.graphs:
+            engine |= {"compilation_config": GRAPHS}
     else:
         engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
+        engine |= {"worker_extension_cls": "tests.engine.plain_worker.PlainWorker"}
     begin = time.perf_counter()
     service = AsyncVLLM.from_pretrained(
         str(checkpoint), args.tensor_parallel, num_replicas=args.replicas, **engine
@@ -157,7 +175,7 @@ def measure(
     elif system == "vllm-nccl":
         options = {"num_buffers": 2}  # vLLM's default; up to 0.32 it can mix packs up
     begin = time.perf_counter()
-    ray.get(trainer.push.remote(service, system, options, 2), timeout=60)  # to warm up
+    ray.get(trainer.push.remote(service, system, options, 2), timeout=100)  # to warm up
     print(f"{system}: the first two pushes took {time.perf_counter() - begin:.2f} s", flush=True)
     idle = ray.get(trainer.push.remote(service, system, options, args.rounds), timeout=100)
     record(recorder, case, system, "", idle)
@@ -169,6 +187,7 @@ def measure(
     for (metric, unit), samples in found.items():
         print(f"{case} {system} {metric}: {statistics.median(samples):.2f} {unit}", flush=True)
         recorder.add(case=running, system=system, metric=metric, unit=unit, samples=samples)
+    compare(service, trainer, system, options, args)
     ray.get(trainer.end.remote(system), timeout=60)
 
 
@@ -182,7 +201,7 @@ def under_load(
     """Pushes while every replica runs requests; returns reports, and samples by metric and unit.
 
     Before each push the engines are left alone for a while. What they do then is what the same
-    requests get during that push, and while its staged weights arrive, is compared with.
+    requests get while that push's weights arrive is compared with. The worst replica counts.
     """
     rounds = max(args.rounds // 2, 2)
     ray.get([one.begin_load.remote(args.requests, 1900) for one in service.actors], timeout=100)
@@ -198,31 +217,23 @@ def under_load(
     logs: list[TokenLog] = ray.get([one.end_load.remote() for one in service.actors], timeout=60)
     found: dict[tuple[str, str], list[float]] = {}
     for number, (quiet, begin, end) in enumerate(marks):
-        replicas = range(len(logs))
-        pushes = [(begin[index], end[index]) for index in replicas]
-        alone = [log.rate((quiet[index], begin[index])) for index, log in enumerate(logs)]
-        during = [log.rate(push) for log, push in zip(logs, pushes, strict=True)]
-        sample = {
-            ("longest gap", "ms"): max(
-                1e3 * log.longest_gap_s(push) for log, push in zip(logs, pushes, strict=True)
-            ),
-            ("normal step", "ms"): statistics.median(1e3 * log.step_s() for log in logs),
-            ("throughput during a push, of that without", "%"): min(
-                100 * during[index] / alone[index] for index in replicas
-            ),
-        }
-        if all(log.arrivals for log in logs):
-            arriving = [log.rate(log.arrivals[number]) for log in logs]
-            worst = min(replicas, key=lambda index: arriving[index] / alone[index])
-            sample |= {
-                ("throughput undisturbed", "tokens/s"): alone[worst],
-                ("throughput while weights arrive", "tokens/s"): arriving[worst],
-                ("throughput while weights arrive, of that without", "%"): (
-                    100 * arriving[worst] / alone[worst]
-                ),
+        of_replicas = []
+        for index, log in enumerate(logs):
+            push = begin[index], end[index]
+            window = log.arrivals[number] if log.arrivals else push
+            alone, arriving = log.rate((quiet[index], begin[index])), log.rate(window)
+            sample = {
+                ("longest gap", "ms"): 1e3 * log.longest_gap_s(push),
+                ("normal step", "ms"): 1e3 * log.step_s(),
+                ("gap beyond a step", "ms"): 1e3 * (log.longest_gap_s(push) - log.step_s()),
+                ("throughput undisturbed", "tokens/s"): alone,
+                ("throughput while weights arrive", "tokens/s"): arriving,
+                ("speed while weights arrive", "%"): 100 * arriving / alone,
             }
-        for key, value in sample.items():
-            found.setdefault(key, []).append(value)
+            of_replicas.append(sample)
+        for key in of_replicas[0]:
+            values = [one[key] for one in of_replicas]
+            found.setdefault(key, []).append((max if key[1] == "ms" else min)(values))
     return reports, found
 
 
@@ -261,30 +272,33 @@ def say(case: str, system: str, metric: str, samples: list[float]) -> None:
     )
 
 
-def check(
+def compare(
     service: AsyncVLLM,
     trainer: Any,
-    dtype: str,
+    system: str,
+    options: dict[str, Any],
     args: argparse.Namespace,
 ) -> None:
-    """Compares engines with the trainer, and the plan's parameters with a reload's."""
-    ray.get(trainer.train.remote(1), timeout=100)
-    options = {"verify": "never", "bucket_bytes": args.bucket_mib * 2**20}
-    ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
+    """Trains, pushes, and compares what the engines compute with the trainer."""
+    ray.get(trainer.train.remote(args.systems.index(system)), timeout=100)
+    ray.get(trainer.push.remote(service, system, options, 1), timeout=100)
     wanted = torch.tensor(ray.get(trainer.log_probs.remote(PROBE), timeout=100))
-    by_plan = [answers(service, index) for index in range(args.replicas)]
-    for index, (found, _) in enumerate(by_plan):
-        difference = (found - wanted).abs().mean().item()
-        print(f"replica {index}: mean difference of log-probabilities {difference:.4g}", flush=True)
-        assert difference < MOST_DIFFERENCE[dtype], f"replica {index} differs by {difference}"
-    ray.get(trainer.end.remote("broadcast"), timeout=60)
+    for index in range(args.replicas):
+        difference = (answers(service, index)[0] - wanted).abs().mean().item()
+        print(f"{system}, replica {index}: log-probabilities differ by {difference:.4g}")
+        most = MOST_DIFFERENCE[str(service.engine_args.dtype)]
+        assert difference < most, f"replica {index} differs by {difference}"
+
+
+def check(service: AsyncVLLM, trainer: Any, args: argparse.Namespace) -> None:
+    """Compares the parameters and tokens of the last system's push with those of a reload."""
+    before = [answers(service, index)[1] for index in range(args.replicas)]
     options = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
     (report,) = ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
     if torch.cuda.is_available():
         assert report["plan"], "the plan's parameters are not those of a reload"
-    for index, before in enumerate(by_plan):
-        after = answers(service, index)
-        assert after[1] == before[1], f"replica {index}: other tokens after a reload"
+    for index, tokens in enumerate(before):
+        assert answers(service, index)[1] == tokens, f"replica {index}: other tokens after a reload"
     print("log-probabilities, parameters and tokens agree", flush=True)
 
 

@@ -135,6 +135,16 @@ def test_an_adapter_that_was_not_merged_is_named(plain, checkpoint):
     assert len(names) == 8
 
 
+def test_weights_that_were_asleep_are_compared_once_they_are_there_again(plain, model):
+    plain.sleep(level=2)
+    plain.wake_up(["weights"])
+    with pytest.raises(errors.TransferError, match="no whole version"):
+        plain.audit(model)
+    plain.push_weights(model, audit=True)
+    plain.wake_up(["kv_cache"])
+    plain.audit(model)
+
+
 def lose(service, index, name):
     ray.get(service.actors[index].collective_rpc.remote("sync_plan", kwargs={"zero": name}))
 

@@ -1,10 +1,15 @@
-"""The short form of the soak; ``make soak`` runs the long one."""
+"""The short forms of the soak's two parts; ``make soak`` runs the long ones."""
+
+import itertools
 
 import pytest
+from tensordict import set_list_to_stack
 
+from tests.engine.rollouts import QUIET
+from tests.soak import flat
 from tests.soak.soak import KINDS, soak
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, *QUIET]
 
 
 @pytest.mark.timeout(600)
@@ -22,3 +27,22 @@ def test_a_short_soak_loses_nothing_and_keeps_nothing(cluster, checkpoint):
         "leave": 2,
     }
     assert told["push"] > 10
+
+
+def test_what_processes_hold_is_looked_at_between_pushes_and_steps(plain):
+    with set_list_to_stack(True):
+        found = dict(flat.parts(plain, ["broadcast", "memmap", "p2p"], 2, 2))
+    assert [*found] == [f"2 pushes by {one}" for one in ("broadcast", "memmap", "p2p")] + [
+        "2 collector steps"
+    ]
+    processes = {"trainer", *map(" ".join, itertools.product(["actor", "engine core"], "01"))}
+    for looks in found.values():
+        assert processes <= looks.keys()
+        assert all(len(values) == 3 and min(values) > 50 for values in looks.values())
+
+
+def test_memory_that_is_kept_is_noticed(plain):
+    kept = []
+    looks = flat.watched(plain, lambda: kept.append(bytearray(b"x" * 2**23)), 4)
+    (told,) = flat.grown(looks)
+    assert told.startswith("trainer: ")
