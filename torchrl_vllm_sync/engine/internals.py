@@ -197,8 +197,7 @@ async def call_between_steps(
     reply, call_id = _Reply(client.outputs_queue, take), uuid.uuid1().int >> 64
     client.utility_results[call_id] = reply
     call = client.client_index, call_id, "collective_rpc", (method, None, args)
-    message = EngineCoreRequestType.UTILITY.value, *client.encoder.encode(call)
-    await client._send_input_message(message, client.core_engine)
+    await client._send_input(EngineCoreRequestType.UTILITY, call)
     engine._run_output_handler()
     return await reply.taken
 
