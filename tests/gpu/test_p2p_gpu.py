@@ -1,5 +1,6 @@
 """Trainer and engine on one GPU, weights written by the trainer into the engine's spare memory."""
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import pytest
 import ray
 import torch
 
+from tests.engine.test_version_spans import Weights, compare, pushes_under_load, scored_spans
 from tests.gpu.test_ipc_gpu import (
     TOKEN_IDS,
     TOLERANCE,
@@ -20,7 +22,7 @@ from torchrl_vllm_sync import P2PTransport, attach
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 from torchrl_vllm_sync.weights.p2p import transport as p2p
 
-LIMIT_S = 120.0
+LIMIT_S, NUM_PUSHES = 120.0, 30
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,30 @@ def test_another_trainer_takes_over(service, checkpoints):
 @pytest.mark.gpu
 def test_requests_in_flight_are_kept(service, checkpoints):
     check_that_requests_are_kept(service, P2PTransport(), checkpoints[1])
+
+
+@pytest.mark.gpu
+def test_spans_are_exact_where_the_scheduler_is_a_step_ahead(service, checkpoints):
+    """Each token has the log-probability of its version, and of no other."""
+    weights = Weights(checkpoints[0])
+    weights.model.cuda()
+    service.use_transport(P2PTransport())
+    service.push_weights(weights.at(service.weight_version + 1))  # pauses, and compares
+    outputs = asyncio.run(pushes_under_load(service, weights, num_pushes=NUM_PUSHES, seed=1))
+    assert sum(len(one) - 1 for output in outputs for one in output.version_spans) > NUM_PUSHES
+    own, after = [], []
+    weights.model.cpu()
+    for version, spans in scored_spans(outputs, first_only=True).items():
+        model = weights.at(version)
+        for one in spans:
+            worst, later = compare(model, [one])
+            own.append(worst)
+            after += later
+    own, after = torch.tensor(own), torch.tensor(after)
+    print(f"own {own.quantile(0.5)} {own.max()}, after {after.quantile(0.05)} {after.median()}")
+    assert len(after) > NUM_PUSHES
+    assert own.max() < 2 * TOLERANCE  # no boundary is late
+    assert (after > 2 * TOLERANCE).float().mean() > 0.8  # nor early
 
 
 @pytest.mark.gpu
