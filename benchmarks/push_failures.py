@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
         trainer = spawn(FailureTrainer, str(checkpoint), dtype, num_gpus=int(cuda))
-        ray.get(trainer.size.remote(), timeout=300)
+        ray.get(trainer.__ray_ready__.remote(), timeout=300)
         with launch(args, checkpoint, dtype) as service:
             run = Run(recorder, service, trainer, case, args, Path(directory))
             run.normal("normal push", args.rounds)

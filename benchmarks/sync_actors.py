@@ -108,10 +108,6 @@ class Trainer:
         self.num_bytes = sum(one.nbytes for one in self.model.parameters())
         self._transports: dict[str, Any] = {}
 
-    def size(self) -> int:
-        """Bytes of all parameters."""
-        return self.num_bytes
-
     @torch.no_grad()
     def train(self, seed: int) -> None:
         """Changes every parameter, as an optimizer step does."""

@@ -33,6 +33,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import ray
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.record import Recorder
 from benchmarks.shapes import SHAPES, save_shape
@@ -57,16 +58,10 @@ MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and writes the record; returns the number of systems that failed."""
+    """Runs the benchmark and writes the records; returns the number of systems that failed."""
     args = parse(argv)
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"
-    case = f"{args.model}-{args.replicas}"
-    if args.tensor_parallel > 1:
-        case += f"-tp{args.tensor_parallel}"
-    if args.graphs:
-        case += "-graphs"
-    recorder = Recorder("weight_sync_" + re.sub(r"\W", "_", case))
     ray.init(
         address="local",
         include_dashboard=False,
@@ -76,36 +71,47 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
-        trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
-        num_bytes = ray.get(trainer.size.remote(), timeout=300)
+        num_bytes, raw = size_of(checkpoint), []
         if "raw-nccl" in args.systems:
-            ray.kill(trainer)
             receivers = args.replicas * args.tensor_parallel
-            samples = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
-            say(case, "raw-nccl", "whole", samples)
-            recorder.add(
-                case=case,
-                system="raw-nccl",
-                metric="whole",
-                unit="ms",
-                samples=[1e3 * one for one in samples],
-                num_bytes=num_bytes,
-            )
-            trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
-            ray.get(trainer.size.remote(), timeout=300)
-        with launch(args, checkpoint, dtype) as service:
-            for system in args.systems:
-                if system == "raw-nccl":
-                    continue
-                try:
-                    measure(recorder, service, trainer, case, system, args)
-                except Exception:  # noqa: BLE001  the other systems are measured all the same
-                    traceback.print_exc()
-                    failed += 1
-            check(service, trainer, args)
-    print(recorder.write(smoke=args.smoke, directory=args.out))
+            raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
+            say(args.model, "raw-nccl", "whole", raw)
+        trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
+        for decode in args.decode:
+            case = case_of(args, decode)
+            recorder = Recorder("weight_sync_" + re.sub(r"\W", "_", case))
+            if raw:
+                what = {"system": "raw-nccl", "metric": "whole", "unit": "ms"}
+                samples = [1e3 * one for one in raw]
+                recorder.add(case=case, **what, samples=samples, num_bytes=num_bytes)
+            with launch(args, decode, checkpoint, dtype) as service:
+                for system in args.systems:
+                    if system == "raw-nccl":
+                        continue
+                    try:
+                        measure(recorder, service, trainer, case, system, args)
+                    except Exception:  # noqa: BLE001  the other systems are measured all the same
+                        traceback.print_exc()
+                        failed += 1
+                check(service, trainer, args)
+            print(recorder.write(smoke=args.smoke, directory=args.out), flush=True)
     ray.shutdown()
     return failed
+
+
+def case_of(args: argparse.Namespace, decode: str) -> str:
+    """The name of a case in records."""
+    sharded = f"-tp{args.tensor_parallel}" if args.tensor_parallel > 1 else ""
+    graphs = "-graphs" if decode == "graphs" else ""
+    return f"{args.model}-{args.replicas}{sharded}{graphs}"
+
+
+def size_of(checkpoint: Path) -> int:
+    """Bytes of all parameters of a model of this shape."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    return sum(one.nbytes for one in model.parameters())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -114,7 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
-    parser.add_argument("--graphs", action="store_true", help="decode by CUDA graphs")
+    parser.add_argument("--decode", nargs="+", choices=("eager", "graphs"), default=["eager"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
@@ -128,12 +134,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
+def launch(args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str) -> AsyncVLLM:
     """Starts the replicas with random weights."""
     engine: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": dtype,
-        "enforce_eager": not args.graphs,
+        "enforce_eager": decode == "eager",
         "max_model_len": 2048,
         "max_num_seqs": 64,
         "actor_class": loaded_actor(),
@@ -143,7 +149,7 @@ def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
     }
     if torch.cuda.is_available():
         engine |= {"kv_cache_memory_bytes": 8 * 2**30}
-        if args.graphs:
+        if decode == "graphs":
             engine |= {"compilation_config": GRAPHS}
     else:
         engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}

@@ -46,7 +46,8 @@ def perturbed(model, *, seed, scale=0.05):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += scale * noise.to(parameter.device)
     return model
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import warnings
 
 import pytest
 import ray
@@ -131,7 +132,8 @@ def test_spans_are_exact_where_the_scheduler_is_a_step_ahead(service, checkpoint
             own.append(worst)
             after += later
     own, after = torch.tensor(own), torch.tensor(after)
-    print(f"own {own.quantile(0.5)} {own.max()}, after {after.quantile(0.05)} {after.median()}")
+    told = f"{own.quantile(0.5)} {own.max()}, after {after.quantile(0.05)} {after.median()}"
+    warnings.warn(told, stacklevel=1)
     assert len(after) > NUM_PUSHES
     assert own.max() < 2 * TOLERANCE  # no boundary is late
     assert (after > 2 * TOLERANCE).float().mean() > 0.8  # nor early
