@@ -9,6 +9,7 @@ takes one optimizer step in minibatches; then the engine gets the weights. The s
 - ``ours``: ``RolloutCollector``, ``TextReward``, ``GroupAdvantage``, ``RolloutStorage`` and
   ``TrainerPolicy``, and TorchRL's ``GRPOLoss``.
 - ``one-off``: the same with ``max_staleness=1``; a step is the mean of three in a row.
+- ``checked``: ``ours`` with statistics, ``RolloutCorrection`` and audited pushes.
 - ``torchrl-classes``: as ``ours`` by ``LLMCollector``, a transform, ``MCAdvantage``,
   ``LazyStackStorage`` and ``TransformersWrapper``. Policy, service and push are this library's.
 - ``trl``: ``GRPOTrainer`` with its vLLM in the trainer's process, see ``peers/trl_grpo.py``. What
@@ -63,7 +64,7 @@ from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 COLLECT = ("wait", "encode", "generate", "rows", "environment", "reward", "advantage", "buffer")
-LOSS = ("sample", "log-probabilities", "backward", "optimizer")
+LOSS = ("sample", "correct", "log-probabilities", "backward", "optimizer")
 
 
 CASES = {

@@ -24,8 +24,10 @@ from benchmarks.peers.trl_grpo import TRL
 from benchmarks.sums import questions, score
 from torchrl_vllm_sync import (
     AsyncVLLM,
+    GenerationStatistics,
     GroupAdvantage,
     RolloutCollector,
+    RolloutCorrection,
     RolloutStorage,
     TextReward,
     TrainerPolicy,
@@ -283,7 +285,7 @@ class TorchRLClasses(System):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench)
-        case, clock = bench.case, bench.clock
+        case, clock, self.updater = bench.case, bench.clock, bench.updater
         self.policy = bench.policy()
         clock.wrap(self.policy, "forward", "encode")  # which generate turns into rows
         advantage = self.advantage(grpo_size=case.group)
@@ -348,7 +350,7 @@ class TorchRLClasses(System):
             assert len(self.buffer) == case.rows
             self.bench.learner.step(self.minibatches(), self.loss)
             with clock.phase("push", settle=True):
-                self.bench.updater.push_weights()
+                self.updater.push_weights()
         self.buffer.empty()
         return clock.take()
 
@@ -435,6 +437,33 @@ class OneOff(Ours):
         return {}
 
 
+class Checked(Ours):
+    """The same with all that notices wrong numbers: statistics, corrections, audited pushes.
+
+    Phase ``correct`` is the correction, which takes a forward pass; statistics lie in ``buffer``,
+    the audit in ``push``. Guards are on anyway.
+    """
+
+    name = "ours, checked"
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        model, transport = bench.learner.model, bench.updater._transport
+        self.buffer.append_transform(GenerationStatistics())
+        self.correct = RolloutCorrection(TrainerPolicy(model), weigh="token", version=bench.service)
+        audit = torch.cuda.is_available()  # vLLM repacks weights on CPUs
+        self.updater = WeightUpdater(bench.service, model, transport=transport, audit=audit)
+
+    def minibatches(self) -> Iterator[Any]:
+        for batch in super().minibatches():
+            with self.bench.clock.phase("correct", settle=True), self.bench.learner.autocast():
+                corrected = self.correct(batch)
+            yield corrected
+
+    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
+        return {}
+
+
 def trl(bench: Bench) -> TRL:
     """TRL's trainer, on the same sizes."""
     case = bench.case
@@ -457,6 +486,7 @@ SYSTEMS: dict[str, Callable[[Bench], Any]] = {
     "bound": Bound,
     "ours": Ours,
     "one-off": OneOff,
+    "checked": Checked,
     "torchrl-classes": TorchRLClasses,
     "trl": trl,
 }
