@@ -124,11 +124,14 @@ class Trainer:
         """Pushes ``rounds`` times and returns each report, in milliseconds."""
         transport = self._transports.get(system)
         if transport is None:
-            kind = TRANSPORTS[system.removesuffix("-staged")]
+            kind = TRANSPORTS[system.removesuffix("-staged").removesuffix("-audited")]
             transport = self._transports[system] = kind(**options)
         reports = []
         for number in range(rounds):
-            report = service.push_weights(self.model, transport=transport, timeout_s=120)
+            audit = system.endswith("-audited")
+            report = service.push_weights(
+                self.model, transport=transport, timeout_s=120, audit=audit
+            )
             phases = {f"trainer_{name}": value for name, value in report.phases.items()}
             for name in report.replicas[0].phases:
                 phases[name] = max(one.phases[name] for one in report.replicas)

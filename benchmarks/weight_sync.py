@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.weight_sync --model 8b --replicas 3`` runs every system on the same machine
 in one go: a bare broadcast of as many bytes, vLLM's packed NCCL engine, the broadcast transport,
-the same with staged weights, and p2p. Engines and trainer hold random weights of the named shape.
-After the last push of each system the engine's log-probabilities are compared with the trainer's;
-at last one push is checked parameter by parameter against vLLM's own reload.
+the same with staged weights, p2p, and p2p with every push audited. Engines and trainer hold random
+weights of the named shape. After the last push of each system the engine's log-probabilities are
+compared with the trainer's; at last one push is checked parameter by parameter against vLLM's own
+reload.
 
 - ``push``: the whole call. ``whole pause``: how long an engine stands still.
 - ``gap beyond a step``: the longest time without a token around a push, less the usual one.
@@ -43,7 +44,7 @@ from torchrl_vllm_sync import AsyncVLLM
 if TYPE_CHECKING:
     from benchmarks.token_rates import TokenLog
 
-SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p")
+SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p", "p2p-audited")
 # What people run who do not wait for a compiler.
 GRAPHS = {
     "mode": 0,
@@ -143,7 +144,7 @@ def launch(args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str) 
         "max_model_len": 2048,
         "max_num_seqs": 64,
         "actor_class": loaded_actor(),
-        "stage_weights": bool({"broadcast-staged", "p2p"} & {*args.systems}),
+        "stage_weights": bool({*SYSTEMS[3:]} & {*args.systems}),
         "verbose": False,
         "num_cpus_per_replica": 0,
     }

@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged")
+SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p")
 PAUSES = {
     "raw NCCL, no engine": "tab:gray",
     "vLLM's NCCL engine": "tab:red",
     "broadcast": "tab:blue",
     "broadcast, staged": "tab:green",
+    "p2p": "tab:purple",
 }
 HEADS = (
-    "| case | raw NCCL | `vllm-nccl` | `broadcast` | staged | running: `vllm-nccl` | `broadcast` "
-    "| staged | engine step | tokens/s | while staged weights arrive |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
+    "| case | raw NCCL | `vllm-nccl` | `broadcast` | staged | `p2p` | running: `vllm-nccl` "
+    "| `broadcast` | staged | `p2p` | engine step | speed, staged | `p2p` |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
 PHASES = {
     "stage": ("receive, generating", "tab:green"),
@@ -47,8 +48,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     """A Markdown table of medians: of the whole pause in milliseconds, idle and under load.
 
     Under load the figure is the longest gap between two tokens of a request around a push, and
-    the engine step is the median gap. The last two columns are an engine's tokens per second
-    before a staged push and from its beginning to the pause.
+    the engine step is the median gap. The last two columns are an engine's tokens per second while
+    weights arrive, in per cent of those before.
     """
     lines = list(HEADS)
     for run in runs:
@@ -60,10 +61,12 @@ def table(runs: list[dict[str, Any]]) -> str:
             *(medians.get((case, system, "whole_pause")) for system in SYSTEMS[1:]),
             *(medians.get((loaded, system, "longest gap")) for system in SYSTEMS[1:]),
             medians.get((loaded, "broadcast", "normal step")),
-            medians.get((loaded, "broadcast-staged", "throughput undisturbed")),
-            medians.get((loaded, "broadcast-staged", "throughput while weights arrive")),
         ]
-        shown = ["" if cell is None else f"{cell:.{1 if cell < 1000 else 0}f}" for cell in cells]
+        shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
+        for system in ("broadcast-staged", "p2p"):
+            alone = medians.get((loaded, system, "throughput undisturbed"))
+            arriving = medians.get((loaded, system, "throughput while weights arrive"), 0.0)
+            shown.append(f"{100 * arriving / alone:.0f} %" if alone else "")
         lines.append(f"| {case} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
 
@@ -86,7 +89,7 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
     for at, (label, colour) in enumerate(PAUSES.items()):
         points = [(place, found[case][at]) for place, case in enumerate(cases) if found[case][at]]
-        axes.scatter(*zip(*points, strict=True), color=colour, label=label)
+        axes.scatter(*([one[i] for one in points] for i in (0, 1)), color=colour, label=label)
         for place, pause in points:
             text = f"{pause:.0f}" if pause > 100 else f"{pause:.1f}"
             left = label.startswith("raw")  # it lies beside the broadcast's
@@ -99,7 +102,7 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlim(-0.5, len(cases) - 0.5)
     axes.set_xticks(range(len(cases)), cases)
     axes.set_ylabel("pause of idle engines, ms")
-    figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
+    figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

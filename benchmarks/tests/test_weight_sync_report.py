@@ -40,7 +40,7 @@ def test_the_guide_shows_the_table_of_the_records():
 
 def test_medians_and_blanks():
     assert table([RUN]).splitlines()[-1] == (
-        "| 8b-1 | 44.0 |  | 55.0 |  |  | 70.0 |  |  | 2500 | 2100 |"
+        "| 8b-1 | 44.0 |  | 55.0 |  |  |  | 70.0 |  |  |  | 84 % |  |"
     )
 
 
