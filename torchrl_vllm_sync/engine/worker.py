@@ -34,7 +34,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.replica import NOT_STAGED
-from torchrl_vllm_sync.weights.audit import checksum, chunk_of
+from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
 from torchrl_vllm_sync.weights.metadata import from_json
 from torchrl_vllm_sync.weights.places import device_name, device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
@@ -343,8 +343,7 @@ class SyncWorkerExtension:
     @answered
     def sync_audit(self, digest: str) -> dict[str, Any]:
         """Returns checksums of those slices."""
-        slices = enumerate(self._sync_receiver().audited(digest))
-        return {"checksums": [*checksum((str(at), one) for at, one in slices).values()]}
+        return {"checksums": checksums(self._sync_receiver().audited(digest))}
 
     @answered
     def sync_audit_values(self, digest: str, rank: int, at: int, chunk: int) -> dict[str, Any]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # 32 MiB at a time; with the temporaries of a step about 160 MiB.
 CHUNK_WORDS = 2**22
 WORD_BYTES = 8
+# Of a trainer's tensors at a time.
+BATCH_BYTES = 2**31
 # The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 # 2014), its constants as the signed numbers torch computes with.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -34,12 +36,30 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (3
 
 def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Checksums of named tensors, against misplaced or stale weights, not forged ones."""
-    sums = {name: _sum(tensor) for name, tensor in parameters}
-    return dict(zip(sums, _numbers([*sums.values()]), strict=True))
+    tensors = dict(parameters)
+    return dict(zip(tensors, checksums(tensors.values()), strict=True))
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Checksums in order; those of tensors on a GPU are added up in one go."""
+    sums: dict[int, torch.Tensor] = {}
+    fused: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for at, tensor in enumerate(tensors):
+        dense = tensor.detach().contiguous()
+        if dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES):
+            fused.setdefault(dense.device, []).append((at, dense))
+        else:
+            sums[at] = _sum(dense)
+    for of_device in fused.values():
+        from torchrl_vllm_sync.weights.fused import checksums as of_all  # builds for CPUs lack it
+
+        places, dense = zip(*of_device, strict=True)
+        sums |= zip(places, of_all(dense).unbind(), strict=True)
+    return _numbers([sums[at] for at in sorted(sums)])
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    return int(_sum(tensor).item())
+    return checksums([tensor])[0]
 
 
 def _numbers(sums: list[torch.Tensor]) -> list[Any]:
@@ -234,17 +254,21 @@ class Auditor:
             if meta.name in names:
                 yield meta.name, tensor.detach().to(meta.dtype).contiguous()
 
+    @torch.no_grad()
     def _own(self, source: WeightSource, wanted: set[Slice]) -> dict[Slice, int]:
         by_name: dict[str, list[Slice]] = {}
         for one in wanted:
             by_name.setdefault(one.name, []).append(one)
-        slices: list[Slice] = []
-        sums: list[torch.Tensor] = []
-        with torch.no_grad():
-            for name, tensor in self._tensors(source, by_name):
-                slices += by_name[name]
-                sums += [_sum(one.of(tensor)) for one in by_name[name]]
-        return dict(zip(slices, _numbers(sums), strict=True))
+        found: dict[Slice, int] = {}
+        batch: dict[Slice, torch.Tensor] = {}
+        num_bytes = 0
+        for name, tensor in self._tensors(source, by_name):
+            batch |= {one: one.of(tensor) for one in by_name[name]}
+            num_bytes += tensor.nbytes
+            if num_bytes > BATCH_BYTES:  # of which some are copies
+                found |= zip(batch, checksums(batch.values()), strict=True)
+                batch, num_bytes = {}, 0
+        return found | dict(zip(batch, checksums(batch.values()), strict=True))
 
     @torch.no_grad()
     def _measured(
