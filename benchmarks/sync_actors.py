@@ -107,6 +107,9 @@ class Trainer:
         self.model.eval()
         self.num_bytes = sum(one.nbytes for one in self.model.parameters())
         self._transports: dict[str, Any] = {}
+        self._services: dict[
+            str, AsyncVLLM
+        ] = {}  # each copy would have to get to know the replicas
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
@@ -126,6 +129,7 @@ class Trainer:
         if transport is None:
             kind = TRANSPORTS[system.removesuffix("-staged").removesuffix("-audited")]
             transport = self._transports[system] = kind(**options)
+        service = self._services.setdefault(service.name, service)
         reports = []
         for number in range(rounds):
             audit = system.endswith("-audited")

@@ -100,18 +100,26 @@ def chunk_of(tensor: torch.Tensor, index: int) -> bytes:
 # ---- Before a push
 
 
-def check_finite(source: WeightSource) -> None:
-    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them."""
-    owner = source.owner if isinstance(source, StableSource) else None
-    named: Iterable[tuple[str, torch.Tensor]] = views_of(source) or ()
-    if not named and isinstance(owner, torch.nn.Module):
-        named = [(name, local(one)) for name, one in owner.named_parameters()]
-    tensors = {name: one for name, one in named if one.is_floating_point() and one.itemsize > 1}
-    # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
-    sums = _numbers([one.sum(dtype=torch.float32) for one in tensors.values()])
-    bad = [name for name, total in zip(tensors, sums, strict=True) if not math.isfinite(total)]
-    if bad := [name for name in bad if not tensors[name].isfinite().all()]:
-        raise NonFiniteWeightsError(bad)
+class FiniteCheck:
+    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them.
+
+    A GPU works from when it is made until :meth:`end`.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        owner = source.owner if isinstance(source, StableSource) else None
+        named: Iterable[tuple[str, torch.Tensor]] = views_of(source) or ()
+        if not named and isinstance(owner, torch.nn.Module):
+            named = [(name, local(one)) for name, one in owner.named_parameters()]
+        self._tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
+        # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
+        self._sums = [one.sum(dtype=torch.float32) for one in self._tensors.values()]
+
+    def end(self) -> None:
+        sums = zip(self._tensors.items(), _numbers(self._sums), strict=True)
+        doubtful = [(name, one) for (name, one), total in sums if not math.isfinite(total)]
+        if bad := [name for name, one in doubtful if not one.isfinite().all()]:
+            raise NonFiniteWeightsError(bad)
 
 
 # ---- What is compared

@@ -25,7 +25,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.versions import check_version
-from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, check_finite
+from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
@@ -467,11 +467,12 @@ class WeightPusher:
         mode, clear_cache = options.mode, options.clear_cache
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
+                source = fit_to_model(given, self._expected())
+                check = None if options.allow_nonfinite else FiniteCheck(source)
                 self._client.refresh_members()
                 was_ours = stack.enter_context(self._turn(ending))
-                source = fit_to_model(given, self._expected())
-                if not options.allow_nonfinite:
-                    check_finite(source)
+                if check is not None:
+                    check.end()
                 self._check_repeat(given, version)
                 ledger.is_current &= was_ours()  # another trainer may have pushed since
                 self._open(source)
