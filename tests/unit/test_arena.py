@@ -9,10 +9,9 @@ import time
 import pytest
 import torch
 
-from torchrl_vllm_sync.engine.arena import WeightArena
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over
-from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+from torchrl_vllm_sync.weights.p2p.memory import WeightArena, new_memory, new_range
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,7 @@ import pytest
 
 from tests.fakes.observe import HOSTILE, Moving, hostile, troubled
 from torchrl_vllm_sync.errors import ServiceClosedError
-from torchrl_vllm_sync.observe.history import History
-from torchrl_vllm_sync.observe.page import Dashboard, _sample_of
+from torchrl_vllm_sync.observe.page import Dashboard, History, _sample_of
 from torchrl_vllm_sync.observe.views import UNKNOWN, printable
 
 PLOTS = ("in_flight", "waiting", "kv", "tokens", "ttft", "itl", "version")

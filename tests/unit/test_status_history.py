@@ -10,8 +10,7 @@ import pytest
 from tests.fakes.observe import NOON, Moving, push, replica, status
 from torchrl_vllm_sync import cli
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.observe.history import MAX_SAMPLES, History, read_history
-from torchrl_vllm_sync.observe.page import Dashboard, _sample_of
+from torchrl_vllm_sync.observe.page import MAX_SAMPLES, Dashboard, History, _sample_of, read_history
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import Deadline, first_few
-from torchrl_vllm_sync.engine.arena import WeightArena
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.engine.reload import reload_model
@@ -36,6 +35,7 @@ from torchrl_vllm_sync.weights.broadcast.group import (
 )
 from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, metadata_digest
 from torchrl_vllm_sync.weights.p2p.handover import hand_over
+from torchrl_vllm_sync.weights.p2p.memory import WeightArena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
