@@ -306,7 +306,7 @@ class PacingTimeoutError(PacingError, TimeoutError):
     """A collector was not admitted, or its turn did not come, in time.
 
     Attributes:
-        step: ``"admit"`` or ``"turn"``: what was waited for.
+        step: ``"admit"``, ``"turn"`` or ``"keep"``: what was waited for.
         timeout_s: Seconds that were waited.
         told: How many rows are admitted and trained, and who holds those that are next.
     """
@@ -316,8 +316,9 @@ class PacingTimeoutError(PacingError, TimeoutError):
         self.step, self.timeout_s, self.told = step, timeout_s, told
 
     def __str__(self) -> str:
-        what = "no rows were admitted" if self.step == "admit" else "the rows' turn did not come"
-        return f"{what} within {self.timeout_s:g} s: {self.told}"
+        what = {"admit": "no rows were admitted", "turn": "the rows' turn did not come"}
+        told = what.get(self.step, "no group was kept")
+        return f"{told} within {self.timeout_s:g} s: {self.told}"
 
 
 class VersionSpanError(SyncError, ValueError):

@@ -30,7 +30,7 @@ import ray
 
 from torchrl_vllm_sync.checks import Deadline, check_integer, check_seconds
 from torchrl_vllm_sync.errors import PacingError, PacingTimeoutError, UnsupportedArgumentError
-from torchrl_vllm_sync.requests.background import run_blocking
+from torchrl_vllm_sync.requests.background import run_blocking, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,9 +102,14 @@ class Ledger:
         self._held[number] = owner, tuple(instead.get(one, one) for one in rows)
         return fresh
 
-    def turn(self, owner: str, number: int) -> bool | None:
-        """Whether a ticket's rows are the next to be handed on."""
+    def turn(self, owner: str, number: int) -> Ticket | bool | None:
+        """True if a ticket's rows are the next to be handed on; or an older one that returned.
+
+        All collectors may be waiting for their turns when one of them fails.
+        """
         self._rows_of(owner, number)
+        if self._returned and self._returned[0] < (number,):
+            return self.admit(owner)
         return number == self.num_delivered or None
 
     def deliver(self, owner: str, number: int) -> None:
@@ -119,9 +124,10 @@ class Ledger:
     def train(self, num_rows: int) -> None:
         """Notes that so many more rows are trained, and pushed."""
         check_integer("num_rows", num_rows, 0)
-        there = self.num_delivered * self.num_rows - self.num_trained
+        # Rows may be in the buffer before their collector has said so.
+        there = self.num_admitted * self.num_rows - self.num_trained
         if num_rows > there:
-            raise PacingError(f"{num_rows} rows were trained, where {there} were handed on")
+            raise PacingError(f"{num_rows} rows were trained, where only {there} were there")
         self.num_trained += num_rows
         self._notify()
 
@@ -221,7 +227,7 @@ class Pacer:
             num_rows: Rows.
 
         Raises:
-            PacingError: So many rows have not been handed on.
+            PacingError: So many rows were not even admitted.
         """
         self._call("train", num_rows)
 
@@ -239,3 +245,10 @@ class Pacer:
             return run_blocking(self._ledger.call(name, args, wait_s))
         answer = self._ledger.call.remote(name, args, wait_s)
         return ray.get(answer, timeout=(wait_s or 0) + GRACE_S)
+
+    def _tell(self, name: str, *args: Any) -> None:
+        """Calls without waiting for the answer: also at the end, when nobody may be there."""
+        if self.shared:
+            self._ledger.call.remote(name, args, None)
+        else:
+            start(self._ledger.call(name, args, None))
