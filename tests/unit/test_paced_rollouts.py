@@ -182,7 +182,7 @@ REFUSED = {
         "max_staleness": 1,
         "yield_completed_trajectories": True,
     },
-    "batches of 4 rows must divide batch_size=6": {"pacer": Pacer(0, 6)},
+    "batches of 4 rows are no part of batch_size=6": {"pacer": Pacer(0, 6)},
     "4 rows .* not of whole groups of 8": {"keep": bool, "env": {"repeats": 8}},
     "keep, path 'torchrl: Seen": {"keep": bool, "made": [Seen(), StepCounter(max_steps=1)]},
 }

@@ -1,6 +1,7 @@
 """``Pacer`` keeps its inequality in whatever order rollouts begin, end, fail and are trained."""
 
 import asyncio
+import itertools
 import pickle
 import random  # noqa: TID251  each is seeded
 import threading
@@ -22,7 +23,7 @@ class Run:
             self.ledger.join(owner, rows)
         self.version, self.buffer, self.trained, self.ages = 0, [], [], []
         self.held = {owner: [] for owner in self.owners}  # tickets with the version at admission
-        self.dropped, self.behind = set(), []
+        self.dropped, self.behind, self.fullest = set(), [], 0
 
     def admit(self, owner):
         self.take(owner, self.ledger.admit(owner))
@@ -60,6 +61,8 @@ class Run:
 
     def train(self, _):
         if len(self.buffer) >= self.batch:
+            self.fullest = max(self.fullest, len(self.buffer))
+            self.random.shuffle(self.buffer)
             rows, self.buffer = self.buffer[: self.batch], self.buffer[self.batch :]
             self.ages += [self.version - version for _, version in rows]
             self.trained += [row for row, _ in rows]
@@ -96,6 +99,7 @@ def test_no_order_of_events_breaks_the_bound_or_loses_a_row(seed):
     assert len(run.trained) >= 40
     assert max(run.ages) <= staleness
     assert max(run.behind) <= (staleness + 1) * 8
+    assert run.fullest == 8
     left = [row for row, _ in run.buffer]
     assert sorted([*run.trained, *left, *run.dropped]) == [*range(run.ledger.num_asked)]
 
@@ -104,7 +108,8 @@ def test_no_order_of_events_breaks_the_bound_or_loses_a_row(seed):
 def test_without_failures_rows_are_trained_in_the_order_of_the_data_set(staleness):
     run = Run(staleness, staleness=staleness, batch=8, rows=4)
     run.go(3000, failing=False)
-    assert run.trained == [*range(len(run.trained))]
+    batches = [sorted(run.trained[at : at + 8]) for at in range(0, len(run.trained), 8)]
+    assert batches == [[*range(at, at + 8)] for at in range(0, len(run.trained), 8)]
     assert max(run.ages) == staleness  # it is reached, too
     assert max(run.behind) == (staleness + 1) * 8
 
@@ -143,20 +148,19 @@ def test_the_bound_is_broken_without_pace_or_order(ledger):
     assert max(oldest) > 1
 
 
-def test_any_k_and_size_of_batches_that_are_taken_get_on():
-    for staleness in range(4):
-        for size in range(1, 13):
-            for rows in range(1, 40):
-                ledger = Ledger(staleness, size)
-                if size % rows and rows > staleness * size:
-                    with pytest.raises(UnsupportedArgumentError, match=f"batches of {rows} rows"):
-                        ledger.join("a", rows)
-                    continue
-                ledger.join("a", rows)
-                for _ in range(30):
-                    while ticket := ledger.admit("a"):
-                        ledger.deliver("a", ticket.number)
-                    ledger.train(size)  # which raises if they are not there
+def test_any_bound_and_any_part_of_a_batch_get_on():
+    for staleness, rows, parts in itertools.product(range(4), range(1, 6), range(1, 6)):
+        ledger, held = Ledger(staleness, parts * rows), []
+        ledger.join("a", rows)
+        for _ in range(10):
+            while ticket := ledger.admit("a"):
+                held.append(ticket.number)
+            assert len(held) == (staleness + 1) * parts
+            for _ in range(parts):
+                assert ledger.turn("a", held[0])
+                ledger.deliver("a", held.pop(0))
+            assert not held or ledger.turn("a", held[0]) is None
+            ledger.train(parts * rows)
 
 
 def test_what_a_collector_held_goes_to_the_next_oldest_first():
@@ -186,6 +190,8 @@ def test_batches_of_other_sizes_are_refused():
     ledger.join("a", 4)
     with pytest.raises(UnsupportedArgumentError, match="of 8 rows, where others' have 4"):
         ledger.join("b", 8)
+    with pytest.raises(UnsupportedArgumentError, match="3 rows are no part of batch_size=8"):
+        Ledger(2, 8).join("a", 3)
 
 
 def test_who_waits_is_woken_and_not_for_ever():

@@ -67,12 +67,11 @@ class Ledger:
 
     def join(self, owner: str, num_rows: int) -> None:
         """Takes a collector on, or one that began anew, whose tickets return."""
-        size, told = self.batch_size, f"a collector's batches of {num_rows} rows"
+        told = f"a collector's batches of {num_rows} rows"
         if self.num_rows not in (0, num_rows):
             raise UnsupportedArgumentError(f"{told}, where others' have {self.num_rows}")
-        if size % num_rows and num_rows > self.max_staleness * size:
-            wanted = f"divide batch_size={size}, or be at most max_staleness of it"
-            raise UnsupportedArgumentError(f"{told} must {wanted} ({self.max_staleness})")
+        if self.batch_size % num_rows:
+            raise UnsupportedArgumentError(f"{told} are no part of batch_size={self.batch_size}")
         self.num_rows = num_rows
         self.leave(owner)
 
@@ -87,8 +86,8 @@ class Ledger:
         if self._returned:
             number, rows = heapq.heappop(self._returned)
         else:
-            number, last = self.num_admitted, (self.num_admitted + 1) * self.num_rows - 1
-            if last // self.batch_size > self.num_trained // self.batch_size + self.max_staleness:
+            number = self.num_admitted
+            if self._batches_ahead(number) > self.max_staleness:
                 return None
             rows, self.num_admitted = self._next_rows(self.num_rows), number + 1
         self._held[number] = owner, rows
@@ -103,14 +102,14 @@ class Ledger:
         return fresh
 
     def turn(self, owner: str, number: int) -> Ticket | bool | None:
-        """True if a ticket's rows are the next to be handed on; or an older one that returned.
+        """True if a ticket's rows are the next, of the batch that is to be trained next.
 
-        All collectors may be waiting for their turns when one of them fails.
+        Or an older ticket that returned: all may be waiting for their turns when a collector fails.
         """
         self._rows_of(owner, number)
         if self._returned and self._returned[0] < (number,):
             return self.admit(owner)
-        return number == self.num_delivered or None
+        return (number == self.num_delivered and not self._batches_ahead(number)) or None
 
     def deliver(self, owner: str, number: int) -> None:
         """Notes that a ticket's rows are where the trainer takes them from."""
@@ -149,6 +148,10 @@ class Ledger:
         owner, _ = self._held.get(self.num_delivered, ("nobody", ()))
         return f"{rows} ({bound}), and batch {self.num_delivered} is next, held by {owner}"
 
+    def _batches_ahead(self, number: int) -> int:
+        """How many batches are to be trained before that of a ticket."""
+        return number * self.num_rows // self.batch_size - self.num_trained // self.batch_size
+
     def _next_rows(self, number: int) -> tuple[int, ...]:
         self.num_asked += number
         return tuple(range(self.num_asked - number, self.num_asked))
@@ -181,16 +184,18 @@ class Pacer:
         >>> for collector in collectors:
         ...     collector.start()
         >>> for _ in range(num_steps):
-        ...     rows = take(buffer, 64)  # which waits for them
-        ...     train(rows)
+        ...     while len(buffer) < 64:  # with a ConsumingSampler
+        ...         time.sleep(0.01)
+        ...     train(buffer.sample(64))
         ...     updater.push_weights()
         ...     pacer.trained(64)
 
     Args:
         max_staleness: How many versions old a row may be when it is trained. 0 is synchronous
             training, in the same order of prompts.
-        batch_size: Rows that are trained with each push, at least; and in order, so the buffer is
-            one that gives out first what came first.
+        batch_size: Rows that are trained with each push, at least; some collectors' batches. They
+            get into the buffer once those before are trained, so it has rows of one batch only,
+            whatever its sampler, and need not hold more.
         shared: Keep the books in a Ray actor, so that copies of the pacer in other processes are
             the same pacer. It ends with this one.
         timeout_s: Seconds for which a collector waits to be admitted, or for its turn.

@@ -447,10 +447,11 @@ class RolloutCollector(LLMCollector):
 
     def _answered(self, rows: Sequence[int]) -> TensorDict:
         """Prompts and answers; several steps of the environment, which are independent, are one."""
+        env: Any = self.env
         policy: Any = self.policy
         with self._loading:
             for row in range(self._num_loaded, max(rows) + 1):
-                self._items[row] = _primer(self.env)._load_from_dataloader()
+                self._items[row] = _primer(env)._load_from_dataloader()
                 self._num_loaded = row + 1
             loaded = [self._items[row] for row in rows]
         distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
