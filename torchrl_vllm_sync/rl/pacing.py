@@ -40,17 +40,11 @@ TIMEOUT_S = 3600.0
 
 
 class Ticket(NamedTuple):
-    """Leave to sample one collector's batch.
+    """Leave to sample one collector's batch."""
 
-    Attributes:
-        number: The batch's place in the order; tickets of one pacer are of equally many rows.
-        rows: Which rows of the data set, each answered once, are asked: 0 is the first.
-        oldest: No earlier row is asked for any more, not even by another collector.
-    """
-
-    number: int
-    rows: tuple[int, ...]
-    oldest: int
+    number: int  # the batch's place in the order
+    rows: tuple[int, ...]  # which rows of the data set are asked, counted from 0
+    oldest: int  # nobody asks for an earlier row any more
 
 
 class Ledger:
@@ -237,7 +231,7 @@ class Pacer:
         self._call("train", num_rows)
 
     def leave(self, owner: str) -> None:
-        """Takes back the tickets of a collector that died; another samples the same rows.
+        """Takes back what a collector held that died; another samples the same rows.
 
         Args:
             owner: The collector's :attr:`RolloutCollector.name`.

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -238,12 +239,11 @@ class RolloutCollector(LLMCollector):
         self.path, self.max_staleness, self._is_flat = "", max_staleness, bool(is_flat)
         self.name, self._keep = _own_name(), keep
         self._pacer: Any = pacer
-        self._is_own = pacer is None
-        self._threads: list[ThreadPoolExecutor] = []
-        # Batches that are under way, and the one that is being handed on.
+        self._is_own, self._threads = pacer is None, list[ThreadPoolExecutor]()
+        # Batches that are under way, the one that is being handed on, and rows that were.
         self._ahead: deque[tuple[Ticket, Callable[[], Any]]] = deque()
         self._ticket: Ticket | None = None
-        self._num_untrained = 0  # rows that the trainer has, and has not done with
+        self._num_untrained = 0
         self._items: dict[int, Any] = {}  # of the data set, by row
         self._num_loaded, self._loading = 0, threading.Lock()
         # Groups that are not handed on, each with the version when it was sent: none of its tokens
@@ -432,18 +432,19 @@ class RolloutCollector(LLMCollector):
         if self.path != "columns":
             return super().rollout
         with self._loading:
-            kept = self._items.items()
-            self._items = {row: item for row, item in kept if row >= ticket.oldest}
+            items = self._items.items()
+            self._items = {row: item for row, item in items if row >= ticket.oldest}
         # TorchRL lays steps of the environment out side by side.
         each: Any = self.env.batch_size[0]
         rows = [one for at in range(each) for one in ticket.rows[at::each]]
+
+        def scored(answered: Callable[[], TensorDict]) -> TensorDict:
+            return self._kept(ticket, rows, self._scored(answered()))
+
         if not self._threads:
-            return lambda: self._kept(ticket, rows, self._scored(self._answered(rows)))
+            return partial(scored, partial(self._answered, rows))
         answering, scoring = self._threads
-        answered = answering.submit(self._answered, rows)
-        return scoring.submit(
-            lambda: self._kept(ticket, rows, self._scored(answered.result()))
-        ).result
+        return scoring.submit(scored, answering.submit(self._answered, rows).result).result
 
     def _answered(self, rows: Sequence[int]) -> TensorDict:
         """Prompts and answers; several steps of the environment, which are independent, are one."""
@@ -467,14 +468,11 @@ class RolloutCollector(LLMCollector):
         size, deadline = _group_size(self.env), Deadline(self._pacer.timeout_s)
         where, unseen = {row: at for at, row in enumerate(numbers)}, ticket.rows
         while True:
-            groups = [unseen[at : at + size] for at in range(0, len(unseen), size)]
-            columns = Columns.of(rows)
-            dropped = [
-                row
-                for group in groups
-                if not self._keep(columns.take(torch.tensor([where[row] for row in group])).rows())
-                for row in group
-            ]
+            columns, dropped = Columns.of(rows), list[int]()
+            for at in range(0, len(unseen), size):
+                group = unseen[at : at + size]
+                index = torch.tensor([where[row] for row in group])
+                dropped += () if self._keep(columns.take(index).rows()) else group
             if not dropped:
                 return rows
             if deadline.passed:
