@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
+    from torchrl_vllm_sync.rl.pacing import Pacer as Pacer
     from torchrl_vllm_sync.rl.policy import vLLMWrapper as vLLMWrapper
     from torchrl_vllm_sync.rl.rollouts import RolloutCollector as RolloutCollector
     from torchrl_vllm_sync.rl.rollouts import TextReward as TextReward

@@ -298,6 +298,29 @@ class VersionNotReachedError(SyncError, TimeoutError):
         )
 
 
+class PacingError(SyncError, RuntimeError):
+    """Rows were handed on or trained out of order, or by a collector whose rows are another's."""
+
+
+class PacingTimeoutError(PacingError, TimeoutError):
+    """A collector was not admitted, or its turn did not come, in time.
+
+    Attributes:
+        step: ``"admit"``, ``"turn"`` or ``"keep"``: what was waited for.
+        timeout_s: Seconds that were waited.
+        told: How many rows are admitted and trained, and who holds those that are next.
+    """
+
+    def __init__(self, step: str, timeout_s: float, told: str) -> None:
+        super().__init__(step, timeout_s, told)
+        self.step, self.timeout_s, self.told = step, timeout_s, told
+
+    def __str__(self) -> str:
+        what = {"admit": "no rows were admitted", "turn": "the rows' turn did not come"}
+        told = what.get(self.step, "no group was kept")
+        return f"{told} within {self.timeout_s:g} s: {self.told}"
+
+
 class VersionSpanError(SyncError, ValueError):
     """Version spans do not cover their response exactly, or tokens have no version."""
 

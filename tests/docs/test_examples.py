@@ -22,6 +22,7 @@ SPOKEN_OF = {
     "log_pushes",
     "log_rollouts",
     "MetricsExporter",
+    "Pacer",
     "QueueLengthScaling",
     "RayReplayBuffer",
     "RolloutCorrection",

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import threading
 import types
 from itertools import islice
 from pathlib import Path
@@ -194,51 +193,24 @@ def test_a_step_that_made_another_model_is_no_pass(tutorial, after):
     assert "step 2: effective sample size 0.99" in claims.sync_shortcomings([good, stale], args)[0]
 
 
-@pytest.fixture
-def sampling(tutorial):
-    """Makes the asynchronous tutorial's sampling by some collectors, and ends its threads."""
-    made = []
+def test_rows_that_are_lost_late_or_too_old_are_no_pass(tutorial):
+    claims, task = tutorial("common.claims"), tutorial("common.task")
+    args = tutorial("02_grpo_async").parse_args(["--staleness", "1", "--groups", "2"])
+    source = task.prompts(args.dataset, args.seed)
+    asked = [[*next(source)["query"], *next(source)["query"]] * args.group_size for _ in range(3)]
+    figures = {"reward": 0.5, "staleness": 1.0, "across": 0, "ess": 0.9, "wait_s": 0.0}
+    figures |= {"train_s": 0.0, "push_ms": 1.0, "seconds": 1.0}
 
-    def make(*collectors, ahead):
-        made.append(tutorial("02_grpo_async").Sampling(collectors, ahead))
-        return made[-1]
+    def found(queries, *ages):
+        steps = [
+            claims.AsyncStep(step=at, version=at, max_staleness=age, **figures)
+            for at, age in enumerate(ages)
+        ]
+        return claims.async_shortcomings(claims.AsyncRun(steps, queries), args)
 
-    yield make
-    for one in made:
-        one.threads.shutdown()
-
-
-def test_no_batch_begins_before_it_may(tutorial, sampling):
-    shared, sampled = tutorial("common.task").Shared(iter([{"query": ["?"]}] * 9)), []
-
-    def collector():
-        for prompt in shared:
-            sampled.append(prompt["group"])
-            yield
-
-    ahead = sampling(collector(), collector(), ahead=1)
-    for num_finished, num_begun in [(0, 2), (0, 2), (1, 3), (4, 6)]:
-        ahead.begin(num_finished)
-        while ahead.batches:
-            ahead.wait()
-        assert sorted(sampled) == [[number] for number in range(num_begun)]
-
-
-def test_what_fails_in_a_collector_is_raised_and_silence_ends(tutorial, sampling, monkeypatch):
-    monkeypatch.setattr(tutorial("02_grpo_async"), "WAIT_S", 0.0)
-    goes_on = threading.Event()
-
-    def collector():
-        assert goes_on.wait(60)
-        raise RuntimeError("the service is closed")
-        yield
-
-    ahead = sampling(collector(), ahead=0)
-    ahead.begin(0)
-    with pytest.raises(TimeoutError, match="no row came for 0 s"):
-        ahead.wait()
-    monkeypatch.setattr(tutorial("02_grpo_async"), "WAIT_S", 60.0)
-    goes_on.set()
-    with pytest.raises(RuntimeError, match="the service is closed"):
-        ahead.wait()
-    assert ahead.idle.qsize() == 1
+    assert found(asked, 0, 1, 1) == []
+    assert found(asked, 0, 1, 2) == ["a row was trained at age 2, above 1"]
+    assert len(found([asked[0], asked[2], asked[1]], 0, 1, 1)) == 2
+    assert len(found([asked[0], asked[1], asked[2][1:]], 0, 1, 1)) == 1
+    args.staleness = 0
+    assert found(asked, 0, 0, 0) == ["effective sample size 0.9000"]

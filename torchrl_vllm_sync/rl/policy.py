@@ -242,13 +242,13 @@ class _Seeds:
     def __reduce__(self) -> tuple[type[_Seeds], tuple[()]]:
         return type(self), ()
 
-    def of(self, params: Any, num_rows: int) -> Any:
+    def of(self, params: Any, num_rows: int, numbers: Sequence[int] | None = None) -> Any:
         """Parameters for so many rows: these, or if they have a seed, those of each row."""
-        if params is None or params.seed is None:
+        if isinstance(params, list) or params is None or params.seed is None:
             return params
         own = [copy.copy(params) for _ in range(num_rows)]
-        for one in own:
-            mixed = xxhash.xxh3_64_intdigest(b"%d %d" % (params.seed, next(self._rows)))
+        for one, number in zip(own, self._rows if numbers is None else numbers, strict=False):
+            mixed = xxhash.xxh3_64_intdigest(b"%d %d" % (params.seed, number))
             one.seed = mixed >> 2  # vLLM takes 63 bits, and counts on for further samples
         return own
 
@@ -451,7 +451,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         )
 
     def answer_chats(
-        self, chats: Sequence[Chat], of_row: Sequence[int], outputs: Sequence[Any] | None = None
+        self,
+        chats: Sequence[Chat],
+        of_row: Sequence[int],
+        outputs: Sequence[Any] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> TensorDict:
         """Answers chats with dense rows, as :class:`RolloutCollector` gives them.
 
@@ -460,6 +464,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
                 ``"content"``.
             of_row: The position in ``chats`` of each row's; the rows of a group share one.
             outputs: What the service has answered for each row, if it was asked already.
+            numbers: Of each row, from which its seed is made if the policy has one; if left out,
+                rows are counted.
 
         Returns:
             All entries of the rows in one ``TensorDict`` of batch size ``(num_rows,)``. Prompts are
@@ -472,7 +478,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         ids, texts, names = self._encoded_chats(chats)
         params, note = self._judge(self.sampling_params)
         if outputs is None:
-            options: dict[str, Any] = {"sampling_params": params}
+            own = self._seeds.of(params, len(of_row), numbers)
+            options: dict[str, Any] = {"sampling_params": own}
             options["group_id"] = [names[at] for at in of_row]
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
         answers = _Answers(outputs, [], 1, params, note)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
+import itertools
+import os
+import threading
 import warnings
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 from tensordict import NonTensorData, TensorDict
 from torchrl.collectors.llm import LLMCollector
@@ -21,20 +26,30 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import Compose
 from torchrl.modules.llm.policies import ChatHistory
 
-from torchrl_vllm_sync.errors import InvalidPromptError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.checks import Deadline, check_integer
+from torchrl_vllm_sync.errors import (
+    InvalidPromptError,
+    PacingTimeoutError,
+    RewardError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.guards import check_tokenizers, named
+from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, joined
 from torchrl_vllm_sync.rl.texts import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from tensordict import TensorDictBase
 
+    from torchrl_vllm_sync.rl.pacing import Ticket
     from torchrl_vllm_sync.rl.policy import Chat
+
+_NUMBERS = itertools.count()
 
 
 class TextReward(Transform):
@@ -172,37 +187,65 @@ class RolloutCollector(LLMCollector):
 
     Attributes:
         path: ``"columns"``, or ``"torchrl: ..."`` and why.
+        name: What errors of a pacer call this collector; one whose Ray actor began anew has it
+            again.
 
     Args:
         env: The environment, or a function that makes it.
-        max_staleness: How many pushes the weights that sample a batch may be behind those that the
-            trainer has when it gets the batch, if it pushes at most once a batch. 0 samples when it
-            is asked for; with 1 the next batch is sampled while this one is scored and the trainer
-            works on it, by threads. With ``yield_completed_trajectories=True`` it may be more, and
-            unless it is 0 batches are of those whole groups (rows of one item of the data set) that
-            finish first. They are scored as they finish, one or several at a time, while as many
-            rows are sampled for the next batch. What would be too old for that is waited for.
+        max_staleness: How many pushes the weights that sample a row may be behind those that the
+            trainer has when it gets the row, if it pushes at most once a batch. 0 samples when it
+            is asked for; with ``k`` up to ``k`` batches are sampled while one is scored and the
+            trainer works on another, by threads. Batches come in the order of the data set, none of
+            their rows is discarded, and a long answer goes on across pushes until its batch is
+            due: see :class:`Pacer`. With ``yield_completed_trajectories=True``, unless it is 0,
+            batches are of those whole groups (rows of one item of the data set) that finish first
+            instead. They are scored as they finish, one or several at a time, while as many rows
+            are sampled for the next batch. What would be too old for that is waited for.
+        pacer: One that several collectors share, instead of ``max_staleness``. Each samples one
+            batch at a time, of which its ``replay_buffer`` gets the rows when those of all earlier
+            batches are there. All read the same data set, and ask for the rows that are theirs;
+            where :attr:`path` is TorchRL's, each has a data set of its own.
+        keep: Called with the scored rows of each group, of batch size ``(group_size,)``. If it
+            returns false, the group is replaced by the next of the data set.
         **kwargs: ``LLMCollector``'s arguments; ``flatten_data`` is ``True`` unless said otherwise.
 
     Raises:
-        UnsupportedArgumentError: ``max_staleness`` is none of these, or it is not 0 where only
-            TorchRL's way serves, or where batches would not be of whole groups.
+        UnsupportedArgumentError: ``max_staleness`` is none of these, or it is not 0, or ``keep`` is
+            given, where only TorchRL's way serves, or where batches would not be of whole groups;
+            or the pacer's batches and this collector's do not go together.
         TokenizerMismatchError: Answers would be decoded otherwise than the policy encodes.
         RewardError: While iterating, see :class:`TextReward`.
+        PacingError: While iterating, see :class:`Pacer`. Whatever fails ends a collector, as
+            TorchRL's; what it was sampling is then sampled by another of its pacer.
     """
 
-    def __init__(self, env: Any, *, max_staleness: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        env: Any,
+        *,
+        max_staleness: int = 0,
+        pacer: Pacer | None = None,
+        keep: Callable[[TensorDict], bool] | None = None,
+        **kwargs: Any,
+    ) -> None:
         by_group = bool(kwargs.get("yield_completed_trajectories"))
-        most, told = (math.inf, "0 or more") if by_group else (1, "0 or 1")
-        if not isinstance(max_staleness, int) or not 0 <= max_staleness <= most:
-            raise UnsupportedArgumentError(f"max_staleness must be {told}, got {max_staleness!r}")
+        check_integer("max_staleness", max_staleness, 0)
+        if pacer is not None and (max_staleness or by_group):
+            given = "yield_completed_trajectories" if by_group else "max_staleness"
+            raise UnsupportedArgumentError(f"{given} is not for a collector with a pacer")
         if not kwargs.get("yield_only_last_steps") and kwargs.get("flatten_data") is None:
             kwargs["flatten_data"] = True
         is_flat = kwargs.get("flatten_data") and (max_staleness or not by_group)
         self.path, self.max_staleness, self._is_flat = "", max_staleness, bool(is_flat)
-        names = ("answers", "rewards") if max_staleness else ()
-        self._threads = [ThreadPoolExecutor(1, f"rollouts-{one}") for one in names]
-        self._ahead: tuple[Future[TensorDict], Future[TensorDict]] | None = None
+        self.name, self._keep = _own_name(), keep
+        self._pacer: Any = pacer
+        self._is_own, self._threads = pacer is None, list[ThreadPoolExecutor]()
+        # Batches that are under way, the one that is being handed on, and rows that were.
+        self._ahead: deque[tuple[Ticket, Callable[[], Any]]] = deque()
+        self._ticket: Ticket | None = None
+        self._num_untrained = 0
+        self._items: dict[int, Any] = {}  # of the data set, by row
+        self._num_loaded, self._loading = 0, threading.Lock()
         # Groups that are not handed on, each with the version when it was sent: none of its tokens
         # is of an older one. As they end, they become ready.
         self._groups: dict[Future[Any], int] = {}
@@ -214,13 +257,26 @@ class RolloutCollector(LLMCollector):
             for notice in ("The env passed to LLMCollector", "Using WeightUpdaterBase"):
                 warnings.filterwarnings("ignore", notice)
             super().__init__(env, **kwargs)
+        if max_staleness:
+            policy: Any = self.policy
+            at_once = 1 if policy._model_type == "sync_vllm" else max_staleness + 1
+            names = {"answers": at_once, "rewards": 1}
+            self._threads = [ThreadPoolExecutor(n, f"rollouts-{name}") for name, n in names.items()]
 
     @property
     def rollout(self) -> Callable[[], TensorDictBase]:
         """What gives the next batch."""
-        if self.path != "columns":
-            return super().rollout
-        return self._rollout_groups if self._by_group else self._rollout_columns
+        if self._pacer is not None:
+            return self._rollout_paced
+        return self._rollout_groups if self.path == "columns" else super().rollout
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yields batches, or None for each that went into the buffer."""
+        for batch in super().iterator():
+            if self._ticket is not None:
+                self._pacer._call("deliver", self.name, self._ticket.number)
+                self._num_untrained, self._ticket = len(self._ticket.rows), None
+            yield batch
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Ends the collector; what is being sampled ahead is not waited for, groups are cancelled.
@@ -232,6 +288,8 @@ class RolloutCollector(LLMCollector):
             group.cancel()
         for one in self._threads:
             one.shutdown(wait=False, cancel_futures=True)
+        if self._pacer is not None:
+            self._pacer._tell("leave", self.name)
         super().shutdown(*args, **kwargs)
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
@@ -239,17 +297,23 @@ class RolloutCollector(LLMCollector):
         # which Collector warns that a later TorchRL will do.
         why_not = self._why_not(env, policy)
         self.path = "columns" if why_not is None else f"torchrl: {why_not}"
-        if self.max_staleness and why_not:
-            given = f"max_staleness={self.max_staleness}"
+        if (self.max_staleness or self._keep) and why_not:
+            given = f"max_staleness={self.max_staleness}" if self.max_staleness else "keep"
             raise UnsupportedArgumentError(f"{given}, path {self.path!r}")
         for one in _transforms(env) if why_not is None else ():
             if isinstance(one, TextReward):
                 one._check_decodes(env.base_env, policy)
-        if self._by_group and why_not is None:
-            num_rows = -(-self._turns // env.batch_size[0]) * env.batch_size[0]  # as TorchRL rounds
-            if num_rows % (size := _group_size(env)):
-                told = f"batches of {num_rows} rows (dialog_turns_per_batch)"
-                raise UnsupportedArgumentError(f"{told} are not of whole groups of {size}")
+        if self._keep and self._by_group:
+            raise UnsupportedArgumentError("keep is not for yield_completed_trajectories=True")
+        num_envs = env.batch_size.numel()
+        num_rows = -(-self._turns // num_envs) * num_envs  # as TorchRL rounds
+        if (self._by_group or self._keep) and why_not is None and num_rows % _group_size(env):
+            told = f"batches of {num_rows} rows (dialog_turns_per_batch)"
+            raise UnsupportedArgumentError(f"{told} are not of whole groups of {_group_size(env)}")
+        if self._is_own and why_not is None and not self._by_group:
+            self._pacer = Pacer(self.max_staleness, num_rows)
+        if self._pacer is not None:
+            self._pacer._call("join", self.name, num_rows)
         return env
 
     def _why_not(self, env: Any, policy: Any) -> str | None:
@@ -298,10 +362,14 @@ class RolloutCollector(LLMCollector):
         for one in chosen:
             del self._groups[one]
             self._ready.remove(one)
+        rows = joined([Columns.of(one.result()()) for one in chosen], self._padding())
+        return rows.trimmed(torch.arange(len(rows))).rows()
+
+    def _padding(self) -> Padding:
+        policy: Any = self.policy
         padding = Padding(policy.padding_value)
         padding.answers = {(policy.log_probs_key, name): 0.0 for name in ("response", "full")}
-        rows = joined([Columns.of(one.result()()) for one in chosen], padding)
-        return rows.trimmed(torch.arange(len(rows))).rows()
+        return padding
 
     def _send_groups(self, number: int) -> None:
         env: Any = self.env
@@ -337,34 +405,85 @@ class RolloutCollector(LLMCollector):
         rows = policy.answer_chats(chats, of_row, [one for each in outputs for one in each])
         return self._scored(self._with_data(rows, loaded, of_row))
 
-    def _rollout_columns(self) -> TensorDict:
+    def _rollout_paced(self) -> TensorDictBase:
+        """The next batch of those that the pacer admits."""
+        pacer, ahead = self._pacer, self._ahead
+        if self._is_own:
+            pacer.trained(self._num_untrained)  # as it asks for more
+            self._num_untrained, num_rows = 0, self.dialog_turns_per_batch
+            while self._frames + len(ahead) * num_rows < self.total_frames:
+                if (ticket := pacer._call("admit", self.name)) is None:
+                    break
+                ahead.append((ticket, self._begun(ticket)))
+        elif not ahead:
+            ticket = pacer._call("admit", self.name, waits=True)
+            ahead.append((ticket, self._begun(ticket)))
+        while True:
+            ticket, rows = ahead[0][0], ahead[0][1]()
+            ahead[0] = ticket, lambda rows=rows: rows
+            turn = pacer._call("turn", self.name, ticket.number, waits=True)
+            if turn is True:
+                self._ticket = ahead.popleft()[0]
+                return rows
+            ahead.appendleft((turn, self._begun(turn)))  # given back by another
+
+    def _begun(self, ticket: Ticket) -> Callable[[], TensorDictBase]:
+        """What gives a batch that is under way, if there are threads for it."""
+        if self.path != "columns":
+            return super().rollout
+        with self._loading:
+            items = self._items.items()
+            self._items = {row: item for row, item in items if row >= ticket.oldest}
+        # TorchRL lays steps of the environment out side by side.
+        each: Any = self.env.batch_size[0]
+        rows = [one for at in range(each) for one in ticket.rows[at::each]]
+
+        def scored(answered: Callable[[], TensorDict]) -> TensorDict:
+            return self._kept(ticket, rows, self._scored(answered()))
+
         if not self._threads:
-            return self._scored(self._answered())
-        answered, scored = self._ahead or self._sent()
-        num_rows = answered.result().numel()
-        # The trainer is waiting: the next may begin, and be answered while these are scored.
-        goes_on = self._frames + num_rows < self.total_frames
-        self._ahead = self._sent() if goes_on else None
-        return scored.result()
-
-    def _sent(self) -> tuple[Future[TensorDict], Future[TensorDict]]:
+            return partial(scored, partial(self._answered, rows))
         answering, scoring = self._threads
-        answered = answering.submit(self._answered)
-        return answered, scoring.submit(lambda: self._scored(answered.result()))
+        return scoring.submit(scored, answering.submit(self._answered, rows).result).result
 
-    def _answered(self) -> TensorDict:
+    def _answered(self, rows: Sequence[int]) -> TensorDict:
         """Prompts and answers; several steps of the environment, which are independent, are one."""
         env: Any = self.env
         policy: Any = self.policy
-        primer, num_rows, each = _primer(env), self.dialog_turns_per_batch, env.batch_size[0]
-        # TorchRL lays steps out side by side.
-        loaded: list[Any] = [primer._load_from_dataloader() for _ in range(num_rows)]
-        loaded = [one for at in range(each) for one in loaded[at::each]]
+        with self._loading:
+            for row in range(self._num_loaded, max(rows) + 1):
+                self._items[row] = _primer(env)._load_from_dataloader()
+                self._num_loaded = row + 1
+            loaded = [self._items[row] for row in rows]
         distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
         places = {id(one): at for at, one in enumerate(distinct)}
         of_row = [places[id(one)] for one in loaded]
-        rows = policy.answer_chats(self._chats(distinct), of_row)
-        return self._with_data(rows, distinct, of_row)
+        answers = policy.answer_chats(self._chats(distinct), of_row, numbers=rows)
+        return self._with_data(answers, distinct, of_row)
+
+    def _kept(self, ticket: Ticket, numbers: Sequence[int], rows: TensorDict) -> TensorDict:
+        """A batch's rows, with other groups in place of those that are not kept."""
+        if self._keep is None:
+            return rows
+        size, deadline = _group_size(self.env), Deadline(self._pacer.timeout_s)
+        where, unseen = {row: at for at, row in enumerate(numbers)}, ticket.rows
+        while True:
+            columns, dropped = Columns.of(rows), list[int]()
+            for at in range(0, len(unseen), size):
+                group = unseen[at : at + size]
+                index = torch.tensor([where[row] for row in group])
+                dropped += () if self._keep(columns.take(index).rows()) else group
+            if not dropped:
+                return rows
+            if deadline.passed:
+                raise PacingTimeoutError("keep", self._pacer.timeout_s, f"row {dropped[0]}")
+            unseen = self._pacer._call("replace", self.name, ticket.number, dropped)
+            more = Columns.of(self._scored(self._answered(unseen)))
+            index = torch.arange(len(rows))
+            for at, (old, new) in enumerate(zip(dropped, unseen, strict=True)):
+                where[new] = where.pop(old)
+                index[where[new]] = len(rows) + at
+            rows = joined([columns, more], self._padding()).trimmed(index).rows()
 
     def _chats(self, loaded: Sequence[Any]) -> list[Chat]:
         """What is asked with each item of the data set."""
@@ -402,6 +521,13 @@ class RolloutCollector(LLMCollector):
             step = transform._step(rows, step)
         rows["next"] = step
         return rows
+
+
+def _own_name() -> str:
+    """The name of a collector: the same again where Ray restarts its actor."""
+    actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
+    place = f"actor {actor}" if actor else f"process {os.getpid()} of {os.uname().nodename}"
+    return f"collector {next(_NUMBERS)} of {place}"
 
 
 def _group_size(env: Any) -> int:

@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from common import results
 from common.results import shown
 from common.settings import ESS_AFTER_STEP, ESS_TOLERANCE
@@ -126,8 +124,7 @@ class AsyncStep:
     reward: float = shown("reward", ".3f")  # mean over the rows
     staleness: float = shown("age", ".2f")  # mean over the rows, in versions
     max_staleness: int = shown("oldest", "d")
-    lived_through: int = shown("through", "d")  # rows during whose sampling a push took place
-    dropped: int = shown("dropped", "d")  # rows dropped so far
+    across: int = shown("across", "d")  # rows during whose sampling a push took place
     ess: float = shown("ESS", ".3f")  # of the rows before the optimizer step
     wait_s: float = shown("wait s", ".2f")  # until the rows were there
     train_s: float = shown("train s", ".2f")
@@ -140,29 +137,19 @@ class AsyncRun:
     """What happened: the steps, and what the claims are checked against."""
 
     steps: list[AsyncStep] = field(default_factory=list)
-    answers: Counter[int] = field(default_factory=Counter)  # rows trained, by their prompt's number
     queries: list[list[str]] = field(default_factory=list)  # of each step, one for each row
-    num_dropped: int = 0
-    num_taken: int = 0
-    num_left: int = 0
-    num_written: int = 0
-    summary: dict[str, float | None] = field(default_factory=dict)
 
-    def add(self, parts: Sequence[TensorDictBase], clock: Clock, **noted: Any) -> AsyncStep:
-        """Notes a step on rows in parts, and returns it."""
-
-        def of_all(*key: str) -> torch.Tensor:
-            return torch.cat([part[key].flatten() for part in parts])
-
-        staleness = of_all("staleness")
-        self.answers.update(of_all("group").tolist())
-        self.queries.append([query for part in parts for query in part["query"]])
+    def add(self, rows: TensorDictBase, clock: Clock, *, version: int, **noted: Any) -> AsyncStep:
+        """Notes a step on rows, and returns it."""
+        staleness = version - rows["policy_version"]
+        self.queries.append(list(rows["query"]))
         self.steps.append(
             AsyncStep(
-                reward=float(of_all("next", "reward").mean()),
+                version=version,
+                reward=mean_reward(rows),
                 staleness=float(staleness.float().mean()),
                 max_staleness=int(staleness.max()),
-                lived_through=int((of_all("statistics", "staleness_span") > 0).sum()),
+                across=int((rows["max_policy_version"] > rows["policy_version"]).sum()),
                 **clock.read(),
                 **noted,
             )
@@ -170,41 +157,19 @@ class AsyncRun:
         return self.steps[-1]
 
 
-def unaccounted(run: AsyncRun, args: argparse.Namespace) -> list[str]:
-    """Returns what is wrong with the rows: their number, their age, their order."""
-    steps, found = run.steps, []
-    trained = len(steps) * args.batch_size
-    accounted = trained + run.num_dropped + run.num_left
-    if run.num_taken != trained + run.num_dropped or run.num_written != accounted:
-        found.append(
-            f"{run.num_written} rows were written, but {trained} trained, {run.num_dropped} "
-            f"dropped and {run.num_left} left over"
-        )
-    most = max(run.answers.values())
-    if most > args.group_size:
-        found.append(f"a prompt has {most} answers, not {args.group_size}")
-    oldest = max(one.max_staleness for one in steps)
-    if args.stale == "drop" and oldest > args.staleness:
-        found.append(f"a row was trained at age {oldest}, above {args.staleness}")
-    if args.stale == "reweight" and run.num_dropped:
-        found.append(f"{run.num_dropped} rows were dropped")
-    if args.staleness == args.ahead == 0:
-        found += unlike_the_synchronous_program(run, args)
-    return found
-
-
-def unlike_the_synchronous_program(run: AsyncRun, args: argparse.Namespace) -> list[str]:
-    """Returns in what the run differs from one whose collector waits for each push."""
-    source, ess = prompts(args.dataset, args.seed), min(one.ess for one in run.steps)
-    found = []
+def async_shortcomings(run: AsyncRun, args: argparse.Namespace) -> list[str]:
+    """Returns what is wrong with the rows: their prompts, their number, their age."""
+    found, source = [], prompts(args.dataset, args.seed)
     for step, queries in enumerate(run.queries):
         items = itertools.islice(source, args.groups)
         wanted = Counter(query for item in items for query in item["query"] * args.group_size)
         if Counter(queries) != wanted:
             found.append(f"step {step} has other prompts than the synchronous program")
-    if run.num_dropped or any(one.max_staleness for one in run.steps):
-        found.append(f"{run.num_dropped} rows were dropped, or not all were of the newest version")
-    if not ess >= 1 - ESS_TOLERANCE[args.dtype]:
+    oldest = max(one.max_staleness for one in run.steps)
+    ess = min(one.ess for one in run.steps)
+    if oldest > args.staleness:
+        found.append(f"a row was trained at age {oldest}, above {args.staleness}")
+    if args.staleness == 0 and not ess >= 1 - ESS_TOLERANCE[args.dtype]:
         found.append(f"effective sample size {ess:.4f}")
     return found
 
@@ -215,19 +180,18 @@ def conclude_async(args: argparse.Namespace, run: AsyncRun, problems: list[str])
         return results.verdict(problems, "no step was finished")
     title = (
         f"Asynchronous GRPO, {args.model} model, {args.replicas} replicas, "
-        f"{args.collectors} collectors, staleness {args.staleness}, ahead {args.ahead}"
+        f"staleness up to {args.staleness}"
     )
     ages = {"staleness": "mean", "max_staleness": "oldest", args.staleness: "bound"}
-    panels = {"sample age, versions": ages, "rows dropped": {"dropped": ""}}
-    means = ", ".join(f"{name} {one:.3g}" for name, one in run.summary.items() if one is not None)
-    results.write(args, title, run.steps, panels, f"Means over all rows trained: {means}")
+    panels = {"sample age, versions": ages, "rows across a push": {"across": ""}}
+    results.write(args, title, run.steps, panels)
     first, last = run.steps[0].reward, last_reward(run.steps)
-    problems = problems + unaccounted(run, args) + results.reward_problems(args, first, last)
+    problems = problems + async_shortcomings(run, args)
     age = statistics.fmean(one.staleness for one in run.steps)
     return results.verdict(
-        problems,
-        f"reward {first:.3f} -> {last:.3f} staleness {age:.2f} dropped {run.num_dropped} "
-        f"seconds {run.steps[-1].seconds:.1f}",
+        problems + results.reward_problems(args, first, last),
+        f"reward {first:.3f} -> {last:.3f} staleness {age:.2f} "
+        f"across {sum(one.across for one in run.steps)} seconds {run.steps[-1].seconds:.1f}",
     )
 
 

@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import itertools
 import re
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,21 +162,6 @@ def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     else:
         made = made_up_problems(dataset, HELD_OUT_SEED)
     return [*itertools.islice(made, number)]
-
-
-class Shared:
-    """Prompts for several collectors, in threads: each goes to one, its number as ``group``."""
-
-    def __init__(self, items: Iterator[dict[str, Any]]) -> None:
-        self._items, self._lock = enumerate(items), threading.Lock()
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        with self._lock:
-            number, item = next(self._items)
-        return item | {"group": [number]}
 
 
 def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,254 @@
+"""Pacing: rollouts begin only as fast as they are trained, so that none gets old and none is lost.
+
+Rows have numbers, 0, 1, 2, ..., in the order in which they are admitted. They are trained in that
+order, ``batch_size`` at a time, with one push after each batch at most, which has ended when the
+trainer says that the batch is trained. Row ``n`` then belongs to batch ``n // batch_size``, and may
+begin when
+
+    n // batch_size <= num_trained // batch_size + max_staleness
+
+so that ``admitted - trained <= (max_staleness + 1) * batch_size``. No row is ever older than
+``max_staleness`` versions when it is trained: it is sampled by the weights that were there when it
+was admitted, or by newer ones, and between then and its batch there are the pushes of the batches
+``num_trained // batch_size`` to ``n // batch_size - 1``, which are ``max_staleness`` at most. So
+nothing need be discarded; what takes long is waited for when its batch is due, and not before. What
+fails or is filtered leaves its number to another, which begins later and so is newer still.
+
+The inequality is that of AReaL's staleness-aware training (arXiv:2505.24298, section 5.1), with
+batches trained in place of versions: without a push nothing gets older, and sampling goes on. By
+itself it says how many rows begin, not which are trained next, and a row that is overtaken gets
+older than it says. The order makes it a bound of every row, and each batch that of a synchronous
+run, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+
+from torchrl_vllm_sync.checks import Deadline, check_integer, check_seconds
+from torchrl_vllm_sync.errors import PacingError, PacingTimeoutError, UnsupportedArgumentError
+from torchrl_vllm_sync.requests.background import run_blocking, start
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GRACE_S = 30.0  # more than it waits itself, for an actor's answer
+TIMEOUT_S = 3600.0
+
+
+class Ticket(NamedTuple):
+    """Leave to sample one collector's batch."""
+
+    number: int  # the batch's place in the order
+    rows: tuple[int, ...]  # which rows of the data set are asked, counted from 0
+    oldest: int  # nobody asks for an earlier row any more
+
+
+class Ledger:
+    """Whose each ticket is, which are handed on, and how many rows are trained."""
+
+    def __init__(self, max_staleness: int, batch_size: int) -> None:
+        self.max_staleness, self.batch_size = max_staleness, batch_size
+        self.num_rows = 0  # of a ticket; the first collector says it
+        self.num_admitted, self.num_delivered = 0, 0  # tickets
+        self.num_asked, self.num_trained = 0, 0  # rows
+        self._held: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._returned: list[tuple[int, tuple[int, ...]]] = []
+        self._changed = asyncio.Event()
+
+    def join(self, owner: str, num_rows: int) -> None:
+        """Takes a collector on, or one that began anew, whose tickets return."""
+        told = f"a collector's batches of {num_rows} rows"
+        if self.num_rows not in (0, num_rows):
+            raise UnsupportedArgumentError(f"{told}, where others' have {self.num_rows}")
+        if self.batch_size % num_rows:
+            raise UnsupportedArgumentError(f"{told} are no part of batch_size={self.batch_size}")
+        self.num_rows = num_rows
+        self.leave(owner)
+
+    def leave(self, owner: str) -> None:
+        """Takes back what a collector holds; whoever asks next gets the oldest of it."""
+        for number in [one for one, (held, _) in self._held.items() if held == owner]:
+            heapq.heappush(self._returned, (number, self._held.pop(number)[1]))
+        self._notify()
+
+    def admit(self, owner: str) -> Ticket | None:
+        """The oldest ticket that nobody holds, if its rows may begin."""
+        if self._returned:
+            number, rows = heapq.heappop(self._returned)
+        else:
+            number = self.num_admitted
+            if self._batches_ahead(number) > self.max_staleness:
+                return None
+            rows, self.num_admitted = self._next_rows(self.num_rows), number + 1
+        self._held[number] = owner, rows
+        others = (min(one) for _, one in [*self._held.values(), *self._returned])
+        return Ticket(number, rows, min(others))
+
+    def replace(self, owner: str, number: int, dropped: Sequence[int]) -> tuple[int, ...]:
+        """The next rows of the data set, in place of some of a ticket's."""
+        rows, fresh = self._rows_of(owner, number), self._next_rows(len(dropped))
+        instead = dict(zip(dropped, fresh, strict=True))
+        self._held[number] = owner, tuple(instead.get(one, one) for one in rows)
+        return fresh
+
+    def turn(self, owner: str, number: int) -> Ticket | bool | None:
+        """True if a ticket's rows are the next, of the batch that is to be trained next.
+
+        Or an older ticket that returned: all may be waiting for their turns when a collector fails.
+        """
+        self._rows_of(owner, number)
+        if self._returned and self._returned[0] < (number,):
+            return self.admit(owner)
+        return (number == self.num_delivered and not self._batches_ahead(number)) or None
+
+    def deliver(self, owner: str, number: int) -> None:
+        """Notes that a ticket's rows are where the trainer takes them from."""
+        self._rows_of(owner, number)
+        if number != self.num_delivered:
+            raise PacingError(f"batch {number} was handed on before {self.num_delivered}")
+        del self._held[number]
+        self.num_delivered += 1
+        self._notify()
+
+    def train(self, num_rows: int) -> None:
+        """Notes that so many more rows are trained, and pushed."""
+        check_integer("num_rows", num_rows, 0)
+        # Rows may be in the buffer before their collector has said so.
+        there = self.num_admitted * self.num_rows - self.num_trained
+        if num_rows > there:
+            raise PacingError(f"{num_rows} rows were trained, where only {there} were there")
+        self.num_trained += num_rows
+        self._notify()
+
+    async def call(self, name: str, args: tuple[Any, ...], wait_s: float | None) -> Any:
+        """The answer of a method; if it is to be waited for, once it is not None."""
+        deadline = Deadline(wait_s or 0)
+        while (answer := getattr(self, name)(*args)) is None and wait_s is not None:
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline.left_s)
+            except TimeoutError:
+                raise PacingTimeoutError(name, wait_s, self.told) from None
+        return answer
+
+    @property
+    def told(self) -> str:
+        """How far everyone is."""
+        bound = f"batch_size={self.batch_size}, max_staleness={self.max_staleness}"
+        rows = f"{self.num_admitted * self.num_rows} rows admitted, {self.num_trained} trained"
+        owner, _ = self._held.get(self.num_delivered, ("nobody", ()))
+        return f"{rows} ({bound}), and batch {self.num_delivered} is next, held by {owner}"
+
+    def _batches_ahead(self, number: int) -> int:
+        """How many batches are to be trained before that of a ticket."""
+        return number * self.num_rows // self.batch_size - self.num_trained // self.batch_size
+
+    def _next_rows(self, number: int) -> tuple[int, ...]:
+        self.num_asked += number
+        return tuple(range(self.num_asked - number, self.num_asked))
+
+    def _rows_of(self, owner: str, number: int) -> tuple[int, ...]:
+        held_by, rows = self._held.get(number, ("nobody", ()))
+        if held_by != owner:
+            raise PacingError(f"batch {number} is not {owner}'s, but held by {held_by}")
+        return rows
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Pacer:
+    """Admits rollouts as fast as they are trained: none is older than a bound, none is discarded.
+
+    One collector with a bound of its own needs no more than ``RolloutCollector(max_staleness=k)``.
+    A pacer is for several, in threads or processes, that fill one buffer: their rows get there in
+    one order, which is that of the data set, and the trainer says when it has trained a batch. See
+    the module for the rule, and why it holds.
+
+    Example:
+        >>> pacer = Pacer(max_staleness=2, batch_size=64)
+        >>> collectors = [
+        ...     RolloutCollector(make_env(), policy=policy, replay_buffer=buffer, pacer=pacer, ...)
+        ...     for _ in range(3)
+        ... ]
+        >>> for collector in collectors:
+        ...     collector.start()
+        >>> for _ in range(num_steps):
+        ...     while len(buffer) < 64:  # with a ConsumingSampler
+        ...         time.sleep(0.01)
+        ...     train(buffer.sample(64))
+        ...     updater.push_weights()
+        ...     pacer.trained(64)
+
+    Args:
+        max_staleness: How many versions old a row may be when it is trained. 0 is synchronous
+            training, in the same order of prompts.
+        batch_size: Rows that are trained with each push, at least; some collectors' batches. They
+            get into the buffer once those before are trained, so it has rows of one batch only,
+            whatever its sampler, and need not hold more.
+        shared: Keep the books in a Ray actor, so that copies of the pacer in other processes are
+            the same pacer. It ends with this one.
+        timeout_s: Seconds for which a collector waits to be admitted, or for its turn.
+
+    Raises:
+        UnsupportedArgumentError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        max_staleness: int,
+        batch_size: int,
+        *,
+        shared: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        check_integer("max_staleness", max_staleness, 0)
+        check_integer("batch_size", batch_size, 1)
+        check_seconds("timeout_s", timeout_s)
+        self.max_staleness, self.batch_size = max_staleness, batch_size
+        self.shared, self.timeout_s = shared, timeout_s
+        made: Any = ray.remote(num_cpus=0)(Ledger).remote if shared else Ledger
+        self._ledger = made(max_staleness, batch_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.shared:
+            raise UnsupportedArgumentError("a Pacer for several processes needs shared=True")
+        return vars(self)
+
+    def trained(self, num_rows: int) -> None:
+        """Says that so many more rows are trained, and that the weights they made are pushed.
+
+        Args:
+            num_rows: Rows.
+
+        Raises:
+            PacingError: So many rows were not even admitted.
+        """
+        self._call("train", num_rows)
+
+    def leave(self, owner: str) -> None:
+        """Takes back what a collector held that died; another samples the same rows.
+
+        Args:
+            owner: The collector's :attr:`RolloutCollector.name`.
+        """
+        self._call("leave", owner)
+
+    def _call(self, name: str, *args: Any, waits: bool = False) -> Any:
+        wait_s = self.timeout_s if waits else None
+        if not self.shared:
+            return run_blocking(self._ledger.call(name, args, wait_s))
+        answer = self._ledger.call.remote(name, args, wait_s)
+        return ray.get(answer, timeout=(wait_s or 0) + GRACE_S)
+
+    def _tell(self, name: str, *args: Any) -> None:
+        """Calls without waiting for the answer: also at the end, when nobody may be there."""
+        if self.shared:
+            self._ledger.call.remote(name, args, None)
+        else:
+            start(self._ledger.call(name, args, None))
