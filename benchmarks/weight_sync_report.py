@@ -66,7 +66,9 @@ def table(runs: list[dict[str, Any]]) -> str:
         for system in ("broadcast-staged", "p2p"):
             alone = medians.get((loaded, system, "throughput undisturbed"))
             arriving = medians.get((loaded, system, "throughput while weights arrive"), 0.0)
-            shown.append(f"{100 * arriving / alone:.0f} %" if alone else "")
+            speed = 100 * arriving / alone if alone else None  # where it was not noted
+            speed = medians.get((loaded, system, "speed while weights arrive"), speed)
+            shown.append("" if speed is None else f"{speed:.0f} %")
         lines.append(f"| {case} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
 
