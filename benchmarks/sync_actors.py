@@ -107,19 +107,22 @@ class Trainer:
         self.model.eval()
         self.num_bytes = sum(one.nbytes for one in self.model.parameters())
         self._transports: dict[str, Any] = {}
-        self._services: dict[
-            str, AsyncVLLM
-        ] = {}  # each copy would have to get to know the replicas
+        # By name: another copy would get to know the replicas anew.
+        self._services: dict[str, AsyncVLLM] = {}
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
-        """Changes every parameter, as an optimizer step does."""
+        """Changes every parameter, as an optimizer step does; matrices do not get larger."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for parameter in self.model.parameters():
             noise = torch.randn(
                 parameter.shape, generator=generator, device=self.device, dtype=parameter.dtype
             )
-            parameter.add_(noise, alpha=0.02)
+            if parameter.dim() > 1:
+                spread = parameter.std()
+                parameter.mul_(0.8).add_(noise.mul_(0.6 * spread))
+            else:
+                parameter.add_(noise, alpha=0.02)
 
     def push(
         self, service: AsyncVLLM, system: str, options: dict[str, Any], rounds: int
