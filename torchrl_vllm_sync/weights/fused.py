@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  which CUDA builds of torch bring
@@ -39,6 +39,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     owners = torch.repeat_interleave(blocks)
     begins = blocks.cumsum(0) - blocks
     totals, *table = (one.to(device) for one in (sizes, pointers, words, owners, begins))
+    kernel: Any = _add_blocks
     with torch.cuda.device(device):
-        _add_blocks[(len(owners),)](*table, totals, BLOCK=BLOCK_WORDS)
+        kernel[(len(owners),)](*table, totals, BLOCK=BLOCK_WORDS)
     return totals
