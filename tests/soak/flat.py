@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as tests/conftest.py
@@ -107,7 +108,7 @@ def parts(service, transports, num_pushes, num_steps):
     for name in transports:
         step = partial(push, TRANSPORTS[name]())
         yield f"{num_pushes} pushes by {name}", watched(service, step, num_pushes)
-    arguments = {"held_out": 0, "seed": 0, "lr": 1e-4, "checkpoint": checkpoint}
+    arguments = {"held_out": 0, "seed": 0, "lr": 1e-4, "checkpoint": Path(checkpoint)}
     arguments |= {"case": CASE, "dataset": "low-ids"}
     training = OverService("ours", argparse.Namespace(**arguments), service)
     yield f"{num_steps} collector steps", watched(service, training.step, num_steps)
