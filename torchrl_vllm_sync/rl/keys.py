@@ -32,3 +32,10 @@ NO_TOKEN = -1
 # them: ids of the experts that computed the token, NO_EXPERT on the last one and on padding.
 ROUTED_EXPERTS = ("routed_experts", "full")
 NO_EXPERT = -1
+# With input_mode="history". int64: messages of the prompt, and how many of its tokens are those of
+# the turn before, as they were read and sampled; 0 where the prompt was encoded anew. bool: whether
+# that was so because the template shows an earlier turn in another way than before.
+TURNS = "turns"
+NUM_MESSAGES = (TURNS, "num_messages")
+KEPT = (TURNS, "kept")
+FORKED = (TURNS, "forked")

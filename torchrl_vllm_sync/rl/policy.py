@@ -31,7 +31,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.requests.columns import listed_tokens, sampled_log_probs
-from torchrl_vllm_sync.rl import guards, keys
+from torchrl_vllm_sync.rl import guards, keys, turns
 from torchrl_vllm_sync.rl.texts import Texts, objects
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
@@ -280,6 +280,19 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
       experts a token, from engines launched with ``enable_return_routed_experts``: which experts
       computed each token; -1 on the last one, which none has computed, and on padding.
 
+    - ``("turns", "kept")``, int64, with ``input_mode="history"``: of the prompt's tokens, those of
+      the turn before, prompt and answer; 0 where the whole prompt was encoded.
+    - ``("turns", "forked")``, bool: the conversation went on, but the template shows an earlier
+      turn in another way (it drops thinking, for one), so that all of it was encoded anew.
+    - ``("turns", "num_messages")``, int64: messages of the prompt.
+
+    So in a conversation the prompt of a turn begins with prompt and answer of the turn before,
+    token by token: its text, encoded anew, would be other tokens than those sampled. The rows carry
+    the turn from call to call, as TorchRL's environments and collectors do with all that a policy
+    writes. A row without those entries is encoded whole, and so are all with ``prefer_tokens``.
+    What ends an answer, which TorchRL leaves in the history, is not shown twice. A row's masks are
+    of its own answer, so that each sampled token is in the loss of one row.
+
     Prompt log-probabilities are NaN, which ``GRPOLoss`` masks, unless ``generate_kwargs`` has
     ``prompt_logprobs``: asking for them makes vLLM skip its prefix cache.
 
@@ -356,8 +369,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if (seed := generate_kwargs.get("seed")) is not None:  # which TorchRL 0.14 drops
             check_integer("seed", seed, 0)
             self.sampling_params.seed = int(seed)
+        self._ends: dict[str, str] = {}  # of turns, by template
         if generate:
             self.out_keys = [*self.out_keys, *_STAMPS]
+            if self.input_mode == "history" and not self.prefer_tokens:
+                self.out_keys.append(keys.TURNS)
             if getattr(model.engine_args, "enable_return_routed_experts", False):
                 self.out_keys.append(keys.ROUTED_EXPERTS[0])
         self.find_sessions = find_sessions
@@ -437,7 +453,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         chats = [one.tolist(tolist_first=True) for one in prompts]
         said = [_said(chat) for chat in chats]
         conversations = self._find_conversations(rows, said)
-        tokens, texts = self._prompt_tokens(rows, prompts[0], chats)
+        tokens, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
         answers = self._answers(tokens, sampling_params, conversations)
         prompts, texts, said = map(answers.for_each_row, (prompts, texts, said))
         replies = self._decoded(answers.tokens)
@@ -446,9 +462,10 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self._finder.answered(conversations, [[*a, f"assistant:{b}"] for a, b in wholes])
         text = {"prompt": texts, "response": replies, "full": self._decoded(answers.sequences)}
         chat = _chats(prompts, replies)
-        return self._rows(
-            answers, tokens, {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
-        )
+        entries = {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
+        if stamps:
+            entries[keys.TURNS] = {name: answers.for_each_row(one) for name, one in stamps.items()}
+        return self._rows(answers, tokens, entries)
 
     def answer_chats(
         self,
@@ -501,7 +518,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _encoded_chats(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[str], list[Any]]:
         """Tokens, text and group of each chat."""
-        texts = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
+        texts, _ = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
         encoded = self._encoded(texts)
         finds = self.find_sessions
         names = [_group_name([*_digests(_said(one))]) if finds else None for one in chats]
@@ -537,6 +554,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
             **self._columns(answers, answers.dense(self.padding_value), prompt, is_prompt),
             **answers.stamps(),
+            keys.TURNS: turns.stamps(
+                [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
+            ),
             **self._mask(answers, is_padded=True),
         }
         if self.return_log_probs:
@@ -575,34 +595,66 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return self._rows(self._answers(tokens, sampling_params, conversations), tokens, {})
 
     def _prompt_tokens(
-        self, rows: Any, first: History, chats: list[list[dict[str, Any]]]
-    ) -> tuple[_Entry, list[str]]:
-        """Tokens and text of each prompt; with ``prefer_tokens`` those that the rows have."""
+        self, rows: Any, first: History, chats: list[Chat]
+    ) -> tuple[list[torch.Tensor], list[str], dict[str, torch.Tensor]]:
+        """Tokens and text of each prompt, and what its row says of earlier turns.
+
+        With ``prefer_tokens`` they are those that the rows have.
+        """
         tokens: Any = None
+        stamps: dict[str, torch.Tensor] = {}
         for name in ("prompt", "full") if self.prefer_tokens else ():
             if tokens is None:
                 tokens = rows.get((self.tokens_key, name), None, as_list=True)
         if tokens is None:
-            texts = self._rendered(first, chats)
-            ids = self._encoded(texts)
-            tokens = [torch.tensor(ids[one], dtype=torch.int64) for one in texts]
+            texts, end = self._rendered(first, chats)
+            ids, kept, forked = self._continued(rows, chats, texts, end)
+            tokens = [torch.tensor(one, dtype=torch.int64) for one in ids]
+            if not self.prefer_tokens:
+                stamps = turns.stamps([*map(len, chats)], kept, forked)
         else:
             is_nested = getattr(tokens, "is_nested", False)
             tokens = [*tokens.unbind(0)] if isinstance(tokens, torch.Tensor) else tokens
             if not is_nested and len({*map(len, tokens)}) == 1:  # others cannot be padded
                 tokens = [*map(self._unpadded, tokens)]
             texts = self._decoded(tokens)
-        if self.pad_output:
-            tokens = self._padded(tokens, self.padding_value, "left")
-        return tokens, texts
+        return tokens, texts, stamps
+
+    def _continued(
+        self, rows: TensorDictBase, chats: list[Chat], texts: list[str], end: str
+    ) -> tuple[list[list[int]], list[int], list[bool]]:
+        """Tokens of prompts, how many are the last turn's, and whether that could not go on."""
+        names = self.text_key, self.tokens_key, self.masks_key
+        before = [None] * len(chats) if self.prefer_tokens else turns.carried(rows, *names)
+        # Behind a special token text is encoded as it is in the midst of a prompt.
+        anchor = end or self.tokenizer.eos_token or ""
+        new, kept, forked = [*texts], [[] for _ in chats], [False] * len(chats)
+        for at, (turn, chat, shown) in enumerate(zip(before, chats, texts, strict=True)):
+            if turn is None:
+                continue
+            rest = turns.behind(turn, chat, shown, end)
+            if rest is None:
+                forked[at] = turns.is_of(turn, chat, end)
+            else:
+                new[at], kept[at] = anchor + rest, turn.ids
+        encoded = self._encoded([*new, anchor])
+        skipped = len(encoded[anchor])
+        ids = [
+            [*ids, *encoded[one][skipped:]] if ids else encoded[one]
+            for ids, one in zip(kept, new, strict=True)
+        ]
+        return ids, [*map(len, kept)], forked
 
     def _encoded(self, texts: list[str]) -> dict[str, list[int]]:
         distinct = list(dict.fromkeys(texts))  # the samples of a group have one prompt
         encoded = self.tokenizer(distinct, add_special_tokens=False)["input_ids"]
         return dict(zip(distinct, encoded, strict=True))
 
-    def _rendered(self, first: History, chats: list[list[dict[str, Any]]]) -> list[str]:
-        """Applies the chat template to all prompts at once; which one TorchRL alone knows."""
+    def _rendered(self, first: History, chats: list[Chat]) -> tuple[list[str], str]:
+        """Applies the chat template to all prompts at once, and says what ends its turns.
+
+        Which template it is TorchRL alone knows.
+        """
         chosen: dict[str, Any] = {}
         listener: Any = SimpleNamespace(
             name_or_path=getattr(self.tokenizer, "name_or_path", ""),
@@ -611,8 +663,19 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         )
         template = {name: getattr(self, name) for name in ("chat_template", "chat_template_name")}
         first.apply_chat_template(tokenizer=listener, **template)
-        shown = [[one for one in chat if one["role"] != "<none>"] for chat in chats]
-        return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown})
+        name = chosen["chat_template"]
+        if name not in self._ends:
+            probe = {**chosen, "add_generation_prompt": False}
+            self._ends[name] = turns.end_of_turn(
+                lambda chat: self.tokenizer.apply_chat_template(**{**probe, "conversation": chat}),
+                [str(one) for one in self.tokenizer.added_tokens_decoder.values() if one.special],
+            )
+        end = self._ends[name]
+        shown = [
+            [turns.without_end(one, end) for one in chat if one["role"] != "<none>"]
+            for chat in chats
+        ]
+        return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown}), end
 
     def _answers(
         self, prompts: _Entry, sampling_params: Any, conversations: list[Conversation] | None
@@ -639,13 +702,16 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             prompt = answers.for_each_row(prompts)
             is_dense = isinstance(prompt, torch.Tensor)
             is_prompt = prompt != self.padding_value if is_dense else [one >= 0 for one in prompt]
+            if self.pad_output and not is_dense:
+                prompt = self._padded(prompt, self.padding_value, "left")
+                is_prompt = self._padded(is_prompt, False, "left")
         response = self._laid_out(answers.tokens, self.padding_value)
         versions = self._laid_out(answers.versions(), keys.NO_VERSION)
         is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
         entries |= self._columns(answers, (response, versions, is_answer), prompt, is_prompt)
         entries |= answers.stamps() | self._mask(answers, is_padded=self.pad_output)
         if self.return_log_probs:
-            entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompts)
+            entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompt)
         self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
         rows = _records(entries)
         if self.num_samples:
