@@ -430,8 +430,8 @@ class OneOff(Ours):
         return {"wait": phases.pop("environment"), **phases}
 
     def settle(self) -> None:
-        assert self.collecting._ahead is not None
-        self.collecting._ahead[0].result()
+        for _, rows in self.collecting._ahead:
+            rows()
 
     def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
         return {}
