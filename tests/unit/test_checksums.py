@@ -1,5 +1,7 @@
 """Checksums tell apart what a wrong transfer leaves behind, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -76,3 +78,25 @@ def test_a_gpu_gives_the_same_numbers(dtype):
     assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
     assert tensor_checksum(tensor.cuda()[::3]) == tensor_checksum(tensor[::3])
     assert torch.cuda.max_memory_allocated() < 256 * 2**20 + 2 * tensor.nbytes
+
+
+@pytest.mark.parametrize("limit", [1, 300, 10**9])
+def test_batches_for_a_kernel_keep_the_order_and_their_bound(monkeypatch, limit):
+    """By a stand-in for the kernel, which takes what is of whole words and not too small."""
+    seen = []
+
+    def of_all(tensors):
+        seen.append([one.nbytes for one in tensors])
+        return torch.tensor([int(audit._sum(one)) for one in tensors])
+
+    fused = SimpleNamespace(checksums=of_all)
+    monkeypatch.setattr("torchrl_vllm_sync.weights.fused", fused, raising=False)
+    monkeypatch.setattr(audit, "_is_fusible", lambda one: one.nbytes % 8 == 0)
+    monkeypatch.setattr(audit, "BATCH_BYTES", limit)
+    tensors = [values(count) for count in (20, 40, 60, 7, 80, 100)]
+    alone = [int(audit._sum(one)) for one in tensors]
+    assert len({*alone}) == len(alone)
+    assert audit.checksums(iter(tensors)) == alone
+    assert sum(map(len, seen)) == sum(one.nbytes % 8 == 0 for one in tensors)
+    assert all(sum(sizes[:-1]) <= limit for sizes in seen)
+    assert (max(map(len, seen)) > 1) == (limit > 1)

@@ -14,7 +14,7 @@ was admitted, or by newer ones, and between then and its batch there are the pus
 nothing need be discarded; what takes long is waited for when its batch is due, and not before. What
 fails or is filtered leaves its number to another, which begins later and so is newer still.
 
-The inequality is that of AReaL's staleness-aware training (arXiv:2505.24298, section 5.1), with
+The inequality is that of AReaL's staleness-aware training (arXiv:2505.24298), with
 batches trained in place of versions: without a push nothing gets older, and sampling goes on. By
 itself it says how many rows begin, not which are trained next, and a row that is overtaken gets
 older than it says. The order makes it a bound of every row, and each batch that of a synchronous

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # 32 MiB at a time; with the temporaries of a step about 160 MiB.
 CHUNK_WORDS = 2**22
 WORD_BYTES = 8
-# Of a trainer's tensors at a time.
-BATCH_BYTES = 2**31
+# Read by one kernel, and kept until then: some are copies.
+BATCH_BYTES = 2**30
 # The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 # 2014), its constants as the signed numbers torch computes with.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -41,21 +41,36 @@ def checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksums in order; those of tensors on a GPU are added up in one go."""
-    sums: dict[int, torch.Tensor] = {}
-    fused: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for at, tensor in enumerate(tensors):
-        dense = tensor.detach().contiguous()
-        if dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES):
-            fused.setdefault(dense.device, []).append((at, dense))
-        else:
-            sums[at] = _sum(dense)
-    for of_device in fused.values():
-        from torchrl_vllm_sync.weights.fused import checksums as of_all  # builds for CPUs lack it
+    """Checksums in order; neighbours on a GPU are added up in one go, ``BATCH_BYTES`` at a time."""
+    sums: list[torch.Tensor] = []
+    batch: list[torch.Tensor] = []
+    num_bytes = 0
 
-        places, dense = zip(*of_device, strict=True)
-        sums |= zip(places, of_all(dense).unbind(), strict=True)
-    return _numbers([sums[at] for at in sorted(sums)])
+    def add() -> None:
+        nonlocal num_bytes
+        if batch:
+            from torchrl_vllm_sync.weights import fused  # whose Triton builds for CPUs lack
+
+            sums.extend(fused.checksums(batch).unbind())
+            batch.clear()
+            num_bytes = 0
+
+    for tensor in tensors:
+        dense = tensor.detach().contiguous()  # a copy of some
+        if batch and (num_bytes > BATCH_BYTES or dense.device != batch[0].device):
+            add()
+        if _is_fusible(dense):
+            batch.append(dense)
+            num_bytes += dense.nbytes
+        else:
+            add()
+            sums.append(_sum(dense))
+    add()
+    return _numbers(sums)
+
+
+def _is_fusible(dense: torch.Tensor) -> bool:
+    return dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES)
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
@@ -267,16 +282,15 @@ class Auditor:
         by_name: dict[str, list[Slice]] = {}
         for one in wanted:
             by_name.setdefault(one.name, []).append(one)
-        found: dict[Slice, int] = {}
-        batch: dict[Slice, torch.Tensor] = {}
-        num_bytes = 0
-        for name, tensor in self._tensors(source, by_name):
-            batch |= {one: one.of(tensor) for one in by_name[name]}
-            num_bytes += tensor.nbytes
-            if num_bytes > BATCH_BYTES:  # of which some are copies
-                found |= zip(batch, checksums(batch.values()), strict=True)
-                batch, num_bytes = {}, 0
-        return found | dict(zip(batch, checksums(batch.values()), strict=True))
+        slices: list[Slice] = []
+
+        def values() -> Iterator[torch.Tensor]:
+            for name, tensor in self._tensors(source, by_name):
+                slices.extend(by_name[name])
+                yield from (one.of(tensor) for one in by_name[name])
+
+        sums = checksums(values())
+        return dict(zip(slices, sums, strict=True))
 
     @torch.no_grad()
     def _measured(

@@ -467,9 +467,9 @@ class WeightPusher:
         mode, clear_cache = options.mode, options.clear_cache
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
+                self._client.refresh_members()
                 source = fit_to_model(given, self._expected())
                 check = None if options.allow_nonfinite else FiniteCheck(source)
-                self._client.refresh_members()
                 was_ours = stack.enter_context(self._turn(ending))
                 if check is not None:
                     check.end()
