@@ -189,6 +189,7 @@ class EngineCounters:
 
     num_prompt_tokens: int = 0  # of prompts whose prefill has ended, cached ones included
     num_generated_tokens: int = 0
+    num_preempted: int = 0  # times a request lost its KV-cache blocks, to be computed anew
     prefix_cache_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
     prefix_cache_hits: int = 0  # those of them that were found there
 

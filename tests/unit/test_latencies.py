@@ -1,4 +1,4 @@
-"""Latencies that a replica tells, from what vLLM hands its stat loggers."""
+"""Latencies and counters that a replica tells, from what vLLM hands its stat loggers."""
 
 from torchrl_vllm_sync.engine.internals import MAX_FIRST_TOKENS, StatsRecorder
 from torchrl_vllm_sync.replica import Latency
@@ -22,3 +22,13 @@ def test_latencies_are_of_the_last_requests_and_tokens():
     step.time_to_first_tokens_iter = [1.0] * MAX_FIRST_TOKENS
     recorder.record(None, step)
     assert recorder.latencies()["time_to_first_token"] == Latency(p50_s=1.0, p99_s=1.0)
+
+
+def test_preempted_requests_are_counted():
+    from vllm.v1.metrics.stats import IterationStats
+
+    recorder, step = StatsRecorder(), IterationStats()
+    step.num_preempted_reqs = 2
+    recorder.record(None, step)
+    recorder.record(None, step)
+    assert recorder.counters().num_preempted == 4

@@ -30,7 +30,7 @@ KNOWN = ReplicaStatus(
     kv_cache_usage=0.25,
     prefix_cache_hit_rate=0.5,
     time_to_first_token=Latency(p50_s=0.05, p99_s=0.4),
-    counters=EngineCounters(num_prompt_tokens=100, num_generated_tokens=40),
+    counters=EngineCounters(num_prompt_tokens=100, num_generated_tokens=40, num_preempted=3),
     num_restarts=1,
 )
 SILENT = ReplicaStatus(replica_id="1", state=ReplicaState.FAILED, in_flight=0)
@@ -92,6 +92,7 @@ def test_what_a_replica_has_said_is_read():
         ("replica_time_to_first_token", "0", "0.99"): 0.4,
         ("replica_prompt_tokens_total", "0"): 100,
         ("replica_generated_tokens_total", "0"): 40,
+        ("replica_preemptions_total", "0"): 3,
         ("replica_restarts_total", "0"): 1,
     }
 

@@ -92,6 +92,7 @@ class StatsRecorder(StatLoggerBase):
         if iteration_stats is not None:
             self._totals["num_prompt_tokens"] += iteration_stats.num_prompt_tokens
             self._totals["num_generated_tokens"] += iteration_stats.num_generation_tokens
+            self._totals["num_preempted"] += iteration_stats.num_preempted_reqs
             self._first_token_s.extend(iteration_stats.time_to_first_tokens_iter)
             self._between_tokens_s.extend(iteration_stats.inter_token_latencies_iter)
         if (now := scheduler_stats) is not None:

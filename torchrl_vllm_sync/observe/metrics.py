@@ -80,6 +80,8 @@ replica_prompt_tokens_total; tokens; replica; num_prompt_tokens
     Tokens of prompts whose prefill has ended, cached ones included
 replica_generated_tokens_total; tokens; replica; num_generated_tokens
     Tokens sampled
+replica_preemptions_total; requests; replica; num_preempted
+    Times a request lost its KV-cache blocks to others, to be computed anew
 replica_restarts_total; restarts; replica; num_restarts
     How often the replica's actor was replaced
 requests_total; requests; end
