@@ -299,7 +299,7 @@ class VersionNotReachedError(SyncError, TimeoutError):
 
 
 class PacingError(SyncError, RuntimeError):
-    """Rows were handed on or trained out of order, or by a collector whose rows are another's."""
+    """Rows were handed on or trained out of order, or are another's; or the pacer's actor died."""
 
 
 class PacingTimeoutError(PacingError, TimeoutError):

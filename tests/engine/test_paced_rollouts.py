@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 from tensordict import set_list_to_stack
 from torchrl.data import ConsumingSampler, LazyStackStorage
 from torchrl.envs import StepCounter
@@ -19,6 +20,7 @@ from torchrl.envs.llm.chat import ChatEnv
 from tests.engine.requests import eventually
 from tests.engine.rollouts import QUIET, TOKENIZER
 from torchrl_vllm_sync import Pacer, RayReplayBuffer, RolloutCollector, WeightUpdater, vLLMWrapper
+from torchrl_vllm_sync.errors import PacingError
 from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.pacing import Ledger
 from torchrl_vllm_sync.testing import load_tiny_model
@@ -166,6 +168,18 @@ def test_lengths_are_those_of_synchronous_training_and_not_so_by_discarding(serv
     assert same(wanted.lengths, biased) < 0.01
 
 
+def is_dead(actor):
+    try:
+        ray.get(actor.__ray_call__.remote(lambda _: None), timeout=10)
+    except RayActorError:
+        return True
+    return False
+
+
+def die_between_writing_and_saying_so(collector):
+    collector._deliver = lambda: os._exit(1)
+
+
 def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, checkpoint):
     pacer = Pacer(2, ROWS, shared=True, timeout_s=60.0)
     config = {"num_cpus": 0, "num_gpus": 0}
@@ -185,10 +199,10 @@ def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, 
             replay_buffer=buffer,
             pacer=pacer,
         )
-        for _ in range(2)
+        for _ in range(3)
     ]
     names = [ray.get(one.__ray_call__.remote(lambda self: self.name)) for one in collectors]
-    assert len({*names}) == 2
+    assert len({*names}) == 3
     for one in collectors:
         ray.get(one.start.remote())
     trained = Trained(service, checkpoint)
@@ -199,8 +213,15 @@ def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, 
             ray.kill(collectors[0])
             pacer.leave(names[0])
         pacer.trained(ROWS)
+        if step == 5:
+            ray.get(collectors[1].__ray_call__.remote(die_between_writing_and_saying_so))
+            eventually(lambda: is_dead(collectors[1]))
+            pacer.leave(names[1])
     assert trained.asked == in_order(10)
     assert max(trained.ages) <= 2
     assert {*Counter(itertools.chain(*trained.asked)).values()} == {GROUP}
-    ray.kill(collectors[1])
+    ray.kill(pacer._ledger)
+    with pytest.raises(PacingError, match="the pacer's actor died"):
+        pacer.trained(ROWS)
+    ray.kill(collectors[2])
     buffer.close()

@@ -24,6 +24,9 @@ class Run:
         self.version, self.buffer, self.trained, self.ages = 0, [], [], []
         self.held = {owner: [] for owner in self.owners}  # tickets with the version at admission
         self.dropped, self.behind, self.fullest = set(), [], 0
+        self.num_written, self.num_silent_deaths = 0, 0
+
+    dies_silently = False  # between writing its rows and saying so
 
     def admit(self, owner):
         self.take(owner, self.ledger.admit(owner))
@@ -54,7 +57,13 @@ class Run:
             if turn is not True:
                 self.take(owner, turn)
             else:
-                self.buffer += [(row, held[2]) for row in held[1]]
+                if self.ledger.write(owner, held[0], self.num_written):
+                    self.buffer += [(row, held[2]) for row in held[1]]
+                    self.num_written += len(held[1])
+                    if self.dies_silently and self.random.random() < 0.3:
+                        self.num_silent_deaths += 1
+                        self.fail(owner)
+                        return
                 self.held[owner].remove(held)
                 self.ledger.deliver(owner, held[0])
                 return
@@ -102,6 +111,36 @@ def test_no_order_of_events_breaks_the_bound_or_loses_a_row(seed):
     assert run.fullest == 8
     left = [row for row, _ in run.buffer]
     assert sorted([*run.trained, *left, *run.dropped]) == [*range(run.ledger.num_asked)]
+
+
+class Forgetful(Ledger):
+    """Has returned rows written again."""
+
+    def write(self, owner, number, count):
+        return True
+
+
+def dying_silently(seed, ledger=Ledger):
+    run = Run(seed, staleness=seed % 3, batch=8, rows=[2, 4, 8][seed % 3], ledger=ledger)
+    run.dies_silently = True
+    run.go(1000, failing=False)
+    return run
+
+
+def test_rows_of_one_that_died_before_it_said_that_they_are_written_come_once():
+    runs = [dying_silently(seed) for seed in range(20)]
+    for run in runs:
+        rows = [*run.trained, *(row for row, _ in run.buffer)]
+        assert sorted(rows) == [*range(run.ledger.num_asked)]
+        assert len(run.trained) >= 40
+        assert max(run.ages) <= run.ledger.max_staleness
+    assert sum(run.num_silent_deaths for run in runs) > 100
+
+
+def test_they_come_twice_if_nobody_counts():
+    """The negative control."""
+    with pytest.raises(PacingError, match="rows were trained, where only"):
+        [dying_silently(seed, Forgetful) for seed in range(20)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -28,9 +28,11 @@ import heapq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 
 from torchrl_vllm_sync.checks import Deadline, check_integer, check_seconds
 from torchrl_vllm_sync.errors import PacingError, PacingTimeoutError, UnsupportedArgumentError
+from torchrl_vllm_sync.ray_errors import is_gone
 from torchrl_vllm_sync.requests.background import run_blocking, start
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Ledger:
         self.num_asked, self.num_trained = 0, 0  # rows
         self._held: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._returned: list[tuple[int, tuple[int, ...]]] = []
+        self._written: tuple[int, int] = -1, 0  # a ticket, and the buffer's count before its rows
         self._changed = asyncio.Event()
 
     def join(self, owner: str, num_rows: int) -> None:
@@ -104,7 +107,17 @@ class Ledger:
         self._rows_of(owner, number)
         if self._returned and self._returned[0] < (number,):
             return self.admit(owner)
-        return (number == self.num_delivered and not self._batches_ahead(number)) or None
+        return (number == self.num_delivered and self._batches_ahead(number) <= 0) or None
+
+    def write(self, owner: str, number: int, count: int) -> bool:
+        """Whether a ticket whose turn it is has to be written to a buffer that counts what it got.
+
+        A collector that died may have done so, and not have said it.
+        """
+        self._rows_of(owner, number)
+        if self._written[0] != number:
+            self._written = number, count
+        return count - self._written[1] < self.num_rows
 
     def deliver(self, owner: str, number: int) -> None:
         """Notes that a ticket's rows are where the trainer takes them from."""
@@ -234,6 +247,8 @@ class Pacer:
     def leave(self, owner: str) -> None:
         """Takes back what a collector held that died; another samples the same rows.
 
+        What it had written to a buffer that counts its rows is not written again.
+
         Args:
             owner: The collector's :attr:`RolloutCollector.name`.
         """
@@ -244,7 +259,12 @@ class Pacer:
         if not self.shared:
             return run_blocking(self._ledger.call(name, args, wait_s))
         answer = self._ledger.call.remote(name, args, wait_s)
-        return ray.get(answer, timeout=(wait_s or 0) + GRACE_S)
+        try:
+            return ray.get(answer, timeout=(wait_s or 0) + GRACE_S)
+        except RayError as error:
+            if is_gone(error):
+                raise PacingError(f"the pacer's actor died: {error}") from error
+            raise
 
     def _tell(self, name: str, *args: Any) -> None:
         """Calls without waiting for the answer: also at the end, when nobody may be there."""

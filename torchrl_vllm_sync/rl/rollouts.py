@@ -19,7 +19,7 @@ import ray
 import torch
 from tensordict import NonTensorData, TensorDict
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import Unbounded
+from torchrl.data import ReplayBuffer, Unbounded
 from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DataLoadingPrimer
 from torchrl.envs.llm.transforms import PolicyVersion
@@ -274,8 +274,7 @@ class RolloutCollector(LLMCollector):
         """Yields batches, or None for each that went into the buffer."""
         for batch in super().iterator():
             if self._ticket is not None:
-                self._pacer._call("deliver", self.name, self._ticket.number)
-                self._num_untrained, self._ticket = len(self._ticket.rows), None
+                self._deliver()
             yield batch
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -424,8 +423,23 @@ class RolloutCollector(LLMCollector):
             turn = pacer._call("turn", self.name, ticket.number, waits=True)
             if turn is True:
                 self._ticket = ahead.popleft()[0]
-                return rows
+                if self._has_to_write(ticket):
+                    return rows
+                self._deliver()
+                return self._rollout_paced()
             ahead.appendleft((turn, self._begun(turn)))  # given back by another
+
+    def _has_to_write(self, ticket: Ticket) -> bool:
+        """Whether the rows are not in the buffer already, of a collector that died thereafter."""
+        buffer = self.replay_buffer
+        if self._is_own or not isinstance(buffer, ReplayBuffer):
+            return True
+        return self._pacer._call("write", self.name, ticket.number, buffer.write_count)
+
+    def _deliver(self) -> None:
+        assert self._ticket is not None
+        self._pacer._call("deliver", self.name, self._ticket.number)
+        self._num_untrained, self._ticket = len(self._ticket.rows), None
 
     def _begun(self, ticket: Ticket) -> Callable[[], TensorDictBase]:
         """What gives a batch that is under way, if there are threads for it."""
