@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SYSTEMS = {
     "bound": "the two models alone",
     "ours, one step off": "this library, one step off",
+    "ours, four steps off": "this library, up to four steps off",
     "ours, checked": "this library, everything checked",
     "ours": "this library",
     "torchrl-classes": "TorchRL's classes",

@@ -437,6 +437,13 @@ class OneOff(Ours):
         return {}
 
 
+class FourOff(OneOff):
+    """The same, up to four batches ahead."""
+
+    name = "ours, four steps off"
+    collector: ClassVar[Any] = partial(RolloutCollector, max_staleness=4)
+
+
 class Checked(Ours):
     """The same with all that notices wrong numbers: statistics, corrections, audited pushes.
 
@@ -486,6 +493,7 @@ SYSTEMS: dict[str, Callable[[Bench], Any]] = {
     "bound": Bound,
     "ours": Ours,
     "one-off": OneOff,
+    "four-off": FourOff,
     "checked": Checked,
     "torchrl-classes": TorchRLClasses,
     "trl": trl,

@@ -4,7 +4,7 @@ Set-ups differ in their systems alone. They begin with the same weights, get the
 the same order, and have the sizes, learning rate and clipping of ``tutorials/01_grpo_sync.py``:
 
 - ``ours``: ``RolloutCollector``, ``GroupAdvantage``, ``RolloutStorage``, ``TrainerPolicy``, push.
-- ``one-off``: the same with ``max_staleness=1``.
+- ``one-off``, ``four-off``: the same with ``max_staleness=1``, and ``4``.
 - ``torchrl-classes``: ``LLMCollector``, ``MCAdvantage``, ``LazyStackStorage`` and
   ``TransformersWrapper``; on two GPUs vLLM's own NCCL push, see ``peers/vllm_nccl.py``. Service,
   policy and ``TextReward`` are this library's.
@@ -14,8 +14,8 @@ the same order, and have the sizes, learning rate and clipping of ``tutorials/01
 The clock stands still while engines start and while held-out problems are answered, greedily and by
 the set-up's own engine, before the first step, every ``--every`` seconds, and after the last step.
 What the systems do for the first time (kernels, memory) counts. Of a set-up's parallel samples each
-is one evaluation; ``mean reward`` and ``throughput`` are of the time since the one before it, and
-have one sample fewer.
+is one evaluation; ``mean reward``, ``throughput`` and how busy GPUs were are of the time since the
+one before it, and have one sample fewer.
 
 ``python -m benchmarks.learning_curves --model FOLDER`` takes five minutes a set-up on GPUs,
 and each set-up leaves a record of its own; ``--smoke`` takes half a minute.
@@ -34,6 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,7 +50,7 @@ from benchmarks.grpo_systems import SYSTEMS, Bench, Case, Learner, Task, options
 from benchmarks.live_engines import record_name
 from benchmarks.peers.trl_grpo import TRL
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
-from benchmarks.phases import Clock
+from benchmarks.phases import Clock, GPUUse
 from benchmarks.record import Recorder
 from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
@@ -59,7 +60,7 @@ from tutorials.common.task import evaluate, first_twice, held_out, missing, prom
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SETUPS = ("ours", "one-off", "torchrl-classes", "trl")
+SETUPS = ("ours", "one-off", "four-off", "torchrl-classes", "trl")
 MAX_NORM = 1.0
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "include_stop_str_in_output": True}
 NUM_TRL_STEPS = 2000  # whose problems are made before it begins
@@ -164,12 +165,15 @@ class OverTRL:
         return self.trl.evaluate(self.held_out)
 
 
-def curve(setup: Any, *, seconds: float, every_s: float, deadline: float) -> dict[Any, list[float]]:
+def curve(
+    setup: Any, use: GPUUse, *, seconds: float, every_s: float, deadline: float
+) -> dict[Any, list[float]]:
     """Trains for so many seconds; returns what each evaluation found, by metric and unit.
 
     It ends earlier at a time of ``time.monotonic()``, though not before a step.
     """
     trained, steps, counted_from = 0.0, 0, 0.0
+    busy: dict[Any, list[float]] = defaultdict(list)
     found: dict[Any, list[float]] = {
         ("seconds of training", "s"): [trained],
         ("held-out accuracy", "share"): [setup.evaluate()],
@@ -177,7 +181,7 @@ def curve(setup: Any, *, seconds: float, every_s: float, deadline: float) -> dic
         ("mean reward", "reward"): [],
         ("throughput", "tokens/s"): [],
     }
-    is_over = False
+    is_over, since = False, time.perf_counter()
     while not is_over:
         trained += setup.step()
         steps += 1
@@ -186,15 +190,17 @@ def curve(setup: Any, *, seconds: float, every_s: float, deadline: float) -> dic
             begin = time.perf_counter()
             setup.settle()  # or it would sample while the clock stands still
             trained += time.perf_counter() - begin
+            for at, share in enumerate(use.between(since, time.perf_counter()) or ()):
+                busy[f"GPU {at} busy", "share"].append(share)
             mean_reward, num_tokens = setup.sampled()
             values = (trained, setup.evaluate(), steps, mean_reward)
             for samples, value in zip(
                 found.values(), (*values, num_tokens / (trained - counted_from)), strict=True
             ):
                 samples.append(value)
-            counted_from = trained
+            counted_from, since = trained, time.perf_counter()
             print(f"{trained:7.1f} s {steps:5} steps, held out {values[1]:.3f}", flush=True)
-    return found
+    return found | busy
 
 
 def run(name: str, arguments: argparse.Namespace, service: Any, deadline: float) -> Path:
@@ -203,9 +209,9 @@ def run(name: str, arguments: argparse.Namespace, service: Any, deadline: float)
     make: Callable[..., Any] = OverTRL if name == "trl" else OverService
     torch.manual_seed(arguments.seed)
     print(name, flush=True)
-    with contextlib.closing(make(name, arguments, service)) as setup:
+    with contextlib.closing(make(name, arguments, service)) as setup, GPUUse() as use:
         found = curve(
-            setup, seconds=60 * arguments.minutes, every_s=arguments.every, deadline=deadline
+            setup, use, seconds=60 * arguments.minutes, every_s=arguments.every, deadline=deadline
         )
     for (metric, unit), samples in found.items():
         recorder.add(case=arguments.dataset, system=name, metric=metric, unit=unit, samples=samples)

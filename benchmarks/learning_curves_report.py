@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SETUPS = {
     "ours": ("this library", "tab:blue"),
     "one-off": ("this library, one step off", "tab:green"),
+    "four-off": ("this library, up to four steps off", "tab:olive"),
     "torchrl-classes": ("TorchRL's classes", "tab:orange"),
     "trl": ("TRL", "tab:gray"),
 }

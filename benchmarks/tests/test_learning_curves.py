@@ -11,6 +11,7 @@ from tensordict import set_list_to_stack
 from benchmarks import grpo_systems, learning_curves, learning_curves_report
 from benchmarks.grpo_systems import Case
 from benchmarks.learning_curves import SETUPS, OverService, OverTRL, curve, parsed
+from benchmarks.phases import GPUUse
 from tests.unit.test_policy import CannedService
 from torchrl_vllm_sync import TextReward
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
@@ -49,7 +50,7 @@ def now(monkeypatch):
 
 
 def test_the_clock_stands_still_during_evaluations_and_counts_what_is_sampled_ahead(now):
-    found = curve(Scripted(now), seconds=12, every_s=5, deadline=1e9)
+    found = curve(Scripted(now), GPUUse(), seconds=12, every_s=5, deadline=1e9)
     assert {name: samples for (name, _), samples in found.items()} == {
         "seconds of training": [0, 7, 14],
         "held-out accuracy": [0, 0.02, 0.04],
@@ -60,7 +61,7 @@ def test_the_clock_stands_still_during_evaluations_and_counts_what_is_sampled_ah
 
 
 def test_a_curve_ends_at_its_deadline_after_a_step_and_an_evaluation(now):
-    found = curve(Scripted(now), seconds=1e9, every_s=1e9, deadline=1000)
+    found = curve(Scripted(now), GPUUse(), seconds=1e9, every_s=1e9, deadline=1000)
     assert found["steps", "steps"] == [0, 1]
     assert found["held-out accuracy", "share"] == [0, 0.01]
 
