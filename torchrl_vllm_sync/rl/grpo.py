@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import itertools
 import statistics
 import sys
 import tempfile
@@ -122,8 +121,7 @@ def make_env(
 ) -> TransformedEnv:
     """Returns the environment of a collector: an episode is one prompt and one answer.
 
-    The first ``num_envs`` rows are given twice, as TorchRL's collectors (0.14) reset an environment
-    once while they are built, and throw away what they got.
+    Its first rows come twice, as TorchRL's collectors throw the first ones away.
 
     Args:
         tokenizer: The model's.
@@ -132,9 +130,7 @@ def make_env(
         num_envs: Rows at a time.
         repeats: Rows of one prompt.
     """
-    rest = iter(prompts)
-    first = list(itertools.islice(rest, num_envs // repeats))
-    loader: Any = itertools.chain(first, first, rest)
+    loader: Any = tasks.first_twice(prompts, num_envs // repeats)
     env = ChatEnv.from_dataloader(
         dataloader=loader,
         batch_size=(num_envs,),
@@ -239,7 +235,7 @@ class Learner:
             (loss.mean(reduce=True) * share).backward()
             ess.append(float(loss.ESS))
             for name in found:
-                found[name] += share * float(loss[name].detach().mean())
+                found[name] += share * float(loss.get(name).detach().mean())
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -391,10 +387,10 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
         return
     engine = config.inference_model
     num_gpus = engine.num_devices * engine.tensor_parallel_size if torch.cuda.is_available() else 0
-    given = {one: of for one, of in config.ray.init_config.items() if not one.startswith("_")}
-    ray.init(
-        **{"include_dashboard": False, "log_to_driver": False} | given | {"num_gpus": num_gpus}
-    )
+    given: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    given |= {one: of for one, of in config.ray.init_config.items() if not one.startswith("_")}
+    given["num_gpus"] = num_gpus
+    ray.init(**given)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ import torch
 from torchrl_vllm_sync.rl.rollouts import TextReward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 # Other settings than reasoning-gym's own: sums and differences of two numbers of two digits.
 SETTINGS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}}
@@ -133,3 +133,14 @@ def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     else:
         made = made_up_problems(dataset, HELD_OUT_SEED)
     return [*itertools.islice(made, number)]
+
+
+def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+    """Yields the first ``number`` of ``items`` a second time, and goes on with the others.
+
+    TorchRL's collector (0.14) resets its environment once while it is built and throws away what it
+    got: without this the prompts of the first batch would be lost.
+    """
+    rest = iter(items)
+    first = list(itertools.islice(rest, number))
+    return itertools.chain(first, first, rest)
