@@ -91,6 +91,7 @@ def _train(options: argparse.Namespace) -> int:
     config = GRPOConfig.load(*options.config, overrides=options.overrides)
     from torchrl_vllm_sync.rl.grpo import train_grpo  # imports torch
 
+    sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
     train_grpo(config)
     return 0
 

@@ -120,6 +120,7 @@ def test_the_command_refuses_before_it_imports_much():
         ({"env.dataset": "no.such.module:task"}, "env.dataset"),
         ({"env.dataset": "sudoku_of_nobody"}, "env.dataset"),
         ({"inference_model.num_devices": 4}, "inference_model.num_devices"),
+        ({"model.name": "/no/such/model"}, "model.name"),
     ],
 )
 def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, given, key):
@@ -128,6 +129,7 @@ def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, g
 
     monkeypatch.setattr(grpo.ray, "init", start)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     overrides = [f"{name}={value}" for name, value in given.items()]
     with pytest.raises(ConfigError, match=key):
         train_grpo(GRPOConfig.load(overrides=overrides))
@@ -145,8 +147,11 @@ def length(_, answers):
     return [float(len(one)) for one in answers]
 
 
-def questions():
-    return ({"query": [f"What is {at} + 1?"]} for at in range(99))
+def my_task(config):
+    """What ``env.dataset`` names."""
+    start = config.train.seed
+    questions = ({"query": [f"What is {at} + 1?"]} for at in range(start, start + 99))
+    return questions, TextReward(length)
 
 
 @pytest.mark.parametrize(("frequency", "pushed"), [(None, [0, 1, 2]), (5, [1, 2]), (99, [2])])
@@ -166,8 +171,8 @@ def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path,
     train.optim_batch_size, train.gradient_accumulation_steps = 4, 2
     train.weight_update_frequency = frequency
     checkpoint = str(make_tiny_checkpoint(tmp_path))
-    task, passes, steps = (questions(), TextReward(length)), [], []
-    with GRPORun(config, service, TOKENIZER, task=task, checkpoint=checkpoint) as run:
+    config.env.dataset, passes, steps = f"{__name__}:my_task", [], []
+    with GRPORun(config, service, TOKENIZER, checkpoint=checkpoint) as run:
         compute, step = run.learner.compute, run.learner.optimizer.step
         run.learner.compute = lambda rows: passes.append(len(rows)) or compute(rows)
         run.learner.optimizer.step = lambda: steps.append(len(passes)) or step()

@@ -56,11 +56,7 @@ def trainer_device() -> torch.device:
 
 
 def engine_args(config: GRPOConfig) -> dict[str, Any]:
-    """Returns arguments of ``AsyncVLLM.from_pretrained``, all but the model.
-
-    Args:
-        config: Its ``inference_model``, and the rows that are sampled at a time.
-    """
+    """Returns arguments of ``AsyncVLLM.from_pretrained``, all but the model."""
     engine, on_gpus = config.inference_model, torch.cuda.is_available()
     dtype = engine.torch_dtype
     given = {
@@ -87,13 +83,7 @@ def engine_args(config: GRPOConfig) -> dict[str, Any]:
 def make_policy(
     config: GRPOConfig, service: AsyncVLLM, tokenizer: Any, *, trainer: Any = None, **sampling: Any
 ) -> vLLMWrapper:
-    """Returns the policy that samples: no token is cut off, and each has its version.
-
-    Args:
-        config: Its ``inference_model``; the name of the model chooses the chat template.
-        service, tokenizer, trainer: ``vLLMWrapper``'s.
-        **sampling: What its ``generate_kwargs`` have else or otherwise.
-    """
+    """Returns the policy that samples: no token is cut off, and each has its version."""
     engine = config.inference_model
     settings = {"max_tokens": engine.max_tokens, "temperature": engine.temperature, "top_p": 1.0}
     template: dict[str, Any] = {"chat_template": tokenizer.chat_template}
@@ -119,17 +109,7 @@ def make_env(
     num_envs: int,
     repeats: int = 1,
 ) -> TransformedEnv:
-    """Returns the environment of a collector: an episode is one prompt and one answer.
-
-    Its first rows come twice, as TorchRL's collectors throw the first ones away.
-
-    Args:
-        tokenizer: The model's.
-        prompts: Items of the data set, ``{"query": [text], ...}`` each.
-        reward: What scores the answers.
-        num_envs: Rows at a time.
-        repeats: Rows of one prompt.
-    """
+    """Returns the environment of a collector: an episode is one prompt and one answer."""
     loader: Any = tasks.first_twice(prompts, num_envs // repeats)
     env = ChatEnv.from_dataloader(
         dataloader=loader,
@@ -142,14 +122,7 @@ def make_env(
 
 
 def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]:
-    """Returns the prompts and the reward of ``env.dataset``.
-
-    Args:
-        config: Its ``env.dataset`` and ``train.seed``.
-
-    Raises:
-        ConfigError: There is no such data set, or its package is not installed.
-    """
+    """Returns the prompts and the reward of ``env.dataset``, or says what is missing."""
     name = config.env.dataset
     module, colon, function = name.partition(":")
     if not colon:
@@ -164,18 +137,7 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]
 
 
 class Learner:
-    """The trainer's half of GRPO: a model, TorchRL's loss on it, and optimizer steps.
-
-    Attributes:
-        model: On ``device``, in evaluation mode unless activations are computed again.
-        policy: What scores rows with it, a ``TrainerPolicy``.
-        loss, optimizer: TorchRL's ``GRPOLoss``, and one of ``torch.optim``.
-
-    Args:
-        config: Its ``train_model``, ``train``, ``optimizer`` and the temperature of sampling.
-        checkpoint: Name or path of the model.
-        device: Where it trains.
-    """
+    """The trainer's half of GRPO: a model, TorchRL's loss on it, and optimizer steps."""
 
     def __init__(
         self, config: GRPOConfig, checkpoint: str, device: torch.device | None = None
@@ -210,25 +172,12 @@ class Learner:
         self._max_norm, self._autocast = chosen.clip_grad_norm, on_gpu and train.mixed_precision
 
     def compute(self, rows: TensorDictBase) -> Any:
-        """Returns the loss of rows, which are moved to the device.
-
-        Args:
-            rows: With their ``advantage``, batch size ``[B]``.
-        """
+        """Returns the loss of rows with their advantages, which are moved to the device."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
             return self.loss(rows.to(self.device))
 
     def step(self, passes: Iterable[TensorDictBase], num_rows: int) -> dict[str, float]:
-        """Makes one optimizer step.
-
-        Args:
-            passes: Its rows, those of a forward pass each.
-            num_rows: Of all passes.
-
-        Returns:
-            The smallest effective sample size, ``ESS``; the norm of the gradients, ``grad_norm``;
-            and weighed by rows what the loss says else.
-        """
+        """Makes one optimizer step of several passes; returns the least ESS, and means."""
         ess, found = [], dict.fromkeys(_FIGURES, 0.0)
         for rows in passes:
             share, loss = len(rows) / num_rows, self.compute(rows)
@@ -256,30 +205,23 @@ def _with_adapters(model: Any, settings: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOStep:
-    """One batch that was trained on.
+    """One batch that was trained on."""
 
-    Attributes:
-        number: From 0 on.
-        rows: What was sampled, with its advantages; batch size ``[dialog_turns_per_batch]``.
-        version: The trainer's when it began; rows of it were 0 versions old.
-        figures: Of its optimizer steps, see :meth:`Learner.step`: the least ESS, and means.
-        push: Of the weights after it, if they were pushed.
-        wait_s, train_s: Seconds until the rows were there, and of all optimizer steps.
-    """
-
-    number: int
-    rows: TensorDictBase
-    version: int
-    figures: dict[str, float]
-    push: PushReport | None
-    wait_s: float
-    train_s: float
+    number: int  # from 0 on
+    rows: TensorDictBase  # with their advantages
+    version: int  # the trainer's when it began: rows of it were 0 versions old
+    figures: dict[str, float]  # of its optimizer steps: the least ESS, and means
+    push: PushReport | None  # of the weights after it
+    wait_s: float  # until the rows were there
+    train_s: float  # of all optimizer steps
 
 
 class GRPORun:
-    """GRPO on a running service: iterating trains, and yields a :class:`GRPOStep` a batch.
+    """GRPO on a running service: iterating trains, and yields a step for each batch.
 
-    Sampling is ``config.staleness`` versions ahead of the trainer at most.
+    A step has its ``number``, its ``rows`` with their advantages, the ``version`` of the weights
+    that were trained, ``figures`` of the optimizer steps, the report of the ``push``, and how long
+    it waited for the rows and trained, ``wait_s`` and ``train_s``.
 
     Example:
         >>> with AsyncVLLM.from_pretrained(name, **engine_args(config)) as service:
@@ -432,7 +374,10 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
             directory = running.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
             path = make_tiny_checkpoint(directory, seed=config.train.seed, diverse=False)
             config.model.name = str(path)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
+        except OSError as error:
+            raise ConfigError({"model.name": f"cannot be loaded: {error}"}) from error
         running.enter_context(_ray_of(config))
         service = running.enter_context(
             AsyncVLLM.from_pretrained(config.model.name, **engine_args(config))
