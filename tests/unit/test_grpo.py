@@ -1,5 +1,6 @@
 """Settings of a GRPO run are merged and refused by key; a run does what they say."""
 
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -68,6 +69,11 @@ WRONG = {
     "nothing": ("train.epochs=null", "train.epochs", "must be an integer, got None"),
     "too small": ("env.repeats=1", "env.repeats", "must be at least 2, got 1"),
     "zero": ("optimizer.lr=0", "optimizer.lr", "must be above 0, got 0"),
+    "too much": (
+        "inference_model.gpu_memory_utilization=2",
+        "inference_model.gpu_memory_utilization",
+        "must be at most 1, got 2",
+    ),
     "a choice": ("logging.backend=disk", "logging.backend", "one of csv, tensorboard"),
     "theirs": ("train.use_kl_to_ref=true", "train.use_kl_to_ref", "must be False, got True"),
     "groups": ("env.repeats=5", "env.num_envs", "multiple of env.repeats, which is 5, got 32"),
@@ -121,6 +127,7 @@ def test_the_command_refuses_before_it_imports_much():
         ({"env.dataset": "sudoku_of_nobody"}, "env.dataset"),
         ({"inference_model.num_devices": 4}, "inference_model.num_devices"),
         ({"model.name": "/no/such/model"}, "model.name"),
+        ({"train_model.lora.enabled": "true"}, "train_model.lora.enabled"),
     ],
 )
 def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, given, key):
@@ -130,6 +137,10 @@ def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, g
     monkeypatch.setattr(grpo.ray, "init", start)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
+    )
     overrides = [f"{name}={value}" for name, value in given.items()]
     with pytest.raises(ConfigError, match=key):
         train_grpo(GRPOConfig.load(overrides=overrides))
@@ -156,7 +167,7 @@ def my_task(config):
 
 @pytest.mark.parametrize(("frequency", "pushed"), [(None, [0, 1, 2]), (5, [1, 2]), (99, [2])])
 def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path, frequency, pushed):
-    """Of 8 rows twice, in steps of 4 and passes of 2."""
+    """Of 8 rows twice, in steps of 4 and passes of 2; also adapters, and with checkpointing."""
     service = Canned()
 
     def push():
@@ -170,13 +181,15 @@ def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path,
     train.total_dialog_turns, train.dialog_turns_per_batch, train.epochs = 25, 8, 2
     train.optim_batch_size, train.gradient_accumulation_steps = 4, 2
     train.weight_update_frequency = frequency
+    config.train_model.lora.enabled = frequency == 5
+    config.train_model.gradient_checkpointing = frequency == 99
     checkpoint = str(make_tiny_checkpoint(tmp_path))
     config.env.dataset, passes, steps = f"{__name__}:my_task", [], []
     with GRPORun(config, service, TOKENIZER, checkpoint=checkpoint) as run:
         compute, step = run.learner.compute, run.learner.optimizer.step
         run.learner.compute = lambda rows: passes.append(len(rows)) or compute(rows)
         run.learner.optimizer.step = lambda: steps.append(len(passes)) or step()
-        before = [one.clone() for one in run.learner.model.parameters()]
+        learned = {name: one.clone() for name, one in run.learner.model.named_parameters()}
         found = [*run]
     assert [one.number for one in found if one.push] == pushed
     assert [one.version for one in found] == [6 + sum(at < n for at in pushed) for n in range(3)]
@@ -186,5 +199,8 @@ def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path,
     asked = [sorted(one.rows["query"]) for one in found]
     wanted = [[f"What is {at} + 1?" for at in range(4 * n, 4 * n + 4)] * 2 for n in range(3)]
     assert asked == [*map(sorted, wanted)]
-    assert any((a != b).any() for a, b in zip(before, run.learner.model.parameters(), strict=True))
+    after = dict(run.learner.model.named_parameters())
+    learned = {name for name, one in learned.items() if (one != after[name]).any()}
+    assert learned
+    assert all(("lora_" in name) == (frequency == 5) for name in learned)
     assert all({"ESS", "grad_norm", "loss_objective"} <= one.figures.keys() for one in found)

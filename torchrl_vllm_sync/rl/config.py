@@ -53,7 +53,7 @@ _TYPES[dict] = "a mapping"
 
 
 def _setting(default: Any, **limits: Any) -> Any:
-    """A field with limits: ``least``, ``above`` (greater than) and ``choices``."""
+    """A field with limits: ``least``, ``above`` (greater than), ``most`` and ``choices``."""
     return field(default=default, metadata=limits)
 
 
@@ -123,7 +123,7 @@ class InferenceModelConfig:
     num_devices: int = _setting(2, least=1)  # replicas, with an engine each
     tensor_parallel_size: int = _setting(1, least=1)  # GPUs of each
     torch_dtype: str = _setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    gpu_memory_utilization: float = _setting(0.9, above=0)
+    gpu_memory_utilization: float = _setting(0.9, above=0, most=1)
     temperature: float = _setting(1.0, above=0)  # the loss's, too
     max_tokens: int = _setting(16, least=1)  # of an answer
     max_model_len: int | None = _setting(None, least=2)  # the model's own otherwise
@@ -276,6 +276,8 @@ class GRPOConfig:
             found["train.optim_batch_size"] = f"must divide {told}, got {train.optim_batch_size}"
         if not self.num_batches:
             found["train.total_dialog_turns"] = f"must be {rows} at least, which are a batch"
+        if self.train_model.lora.enabled and not self.train_model.lora.r:
+            found["train_model.lora.r"] = "must be at least 1 for adapters, got 0"
         if engine.max_model_len is not None and engine.max_model_len <= engine.max_tokens:
             told = f"above max_tokens, which is {engine.max_tokens}"
             found["inference_model.max_model_len"] = f"must be {told}, got {engine.max_model_len}"
@@ -353,6 +355,8 @@ def _problem(value: Any, kind: Any, limits: Mapping[str, Any]) -> str | None:
         return f"must be at least {limits['least']}, got {value}"
     if "above" in limits and value <= limits["above"]:
         return f"must be above {limits['above']}, got {value}"
+    if "most" in limits and value > limits["most"]:
+        return f"must be at most {limits['most']}, got {value}"
     if value not in limits.get("choices", (value,)):
         return f"must be one of {', '.join(limits['choices'])}, got {shown(value)}"
     return None

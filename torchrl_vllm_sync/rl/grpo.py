@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -339,7 +339,10 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_gpus(config: GRPOConfig) -> None:
+def _check_machine(config: GRPOConfig) -> None:
+    """Refuses what wants GPUs or a package that this machine has not."""
+    if config.train_model.lora.enabled and importlib.util.find_spec("peft") is None:
+        raise ConfigError({"train_model.lora.enabled": "needs a package: pip install peft"})
     engine, there = config.inference_model, torch.cuda.device_count()
     needed = engine.num_devices * engine.tensor_parallel_size + 1
     if there and needed > there and not ray.is_initialized():
@@ -363,7 +366,7 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
     """
     config = copy.deepcopy(config)
     config.check()
-    _check_gpus(config)
+    _check_machine(config)
     task, found = load_task(config), []
     torch.manual_seed(config.train.seed)
     logging, dataset = config.logging, config.env.dataset
