@@ -57,7 +57,7 @@ def test_overrides_lie_over_files_and_files_over_defaults(files):
 
 WRONG = {
     "unknown": ("train.max_stalenes=3", "train.max_stalenes", "did you mean train.max_staleness"),
-    "no section": ("trian.lr=3", "trian.lr", "no such setting"),
+    "no section": ("trane.lr=3", "trane.lr", "no such setting"),
     "inside a value": ("model.name.x=3", "model.name.x", "no such setting"),
     "a section": ("train=5", "train", "is a section, got 5"),
     "no value": ("train.sync", "train.sync", "must be section.key=value"),
