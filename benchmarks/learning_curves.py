@@ -53,9 +53,10 @@ from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from benchmarks.phases import Clock, GPUUse
 from benchmarks.record import Recorder
 from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.rl.tasks import first_twice, held_out, missing, prompts, reward, scorer
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 from tutorials.common.settings import PRESETS
-from tutorials.common.task import evaluate, first_twice, held_out, missing, prompts, reward, scorer
+from tutorials.common.task import evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushReport as PushReport
     from torchrl_vllm_sync.replica import ReplicaState as ReplicaState
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
+    from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
+    from torchrl_vllm_sync.rl.grpo import GRPORun as GRPORun
+    from torchrl_vllm_sync.rl.grpo import train_grpo as train_grpo
     from torchrl_vllm_sync.rl.pacing import Pacer as Pacer
     from torchrl_vllm_sync.rl.policy import vLLMWrapper as vLLMWrapper
     from torchrl_vllm_sync.rl.rollouts import RolloutCollector as RolloutCollector

@@ -1,4 +1,4 @@
-"""The command ``torchrl-vllm-sync``: looks at services of a Ray cluster from a terminal."""
+"""The command ``torchrl-vllm-sync``: looks at services from a terminal, and trains with GRPO."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.errors import ServiceClosedError, SyncError
+from torchrl_vllm_sync.errors import ConfigError, ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ CONNECT_TIMEOUT_S = 5.0
 _EPILOG = """\
 exit status: 0 when it has shown what there is, 1 when there is no such service, no Ray cluster
 or no history, 2 when the arguments are wrong"""
+_GRPO_EPILOG = """\
+without any setting a tiny random model learns on two CPU engines, in a minute. Files and settings
+have the form of TorchRL's sota-implementations/grpo; torchrl_vllm_sync/rl/config.py lists all.
+exit status: 0 when it has trained, 1 when it failed, 2 when settings are wrong"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = _parser().parse_args(arguments)
     try:
+        if "overrides" in options:
+            return _train(options)
         if "file" in options:
             _show_history(options, Console())
             return 0
@@ -47,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(options, Console())
     except SyncError as error:
         Console(stderr=True).print(f"torchrl-vllm-sync: {error}", style="red", markup=False)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:  # how --watch ends
-        return 0
+        return 130 if "overrides" in options else 0
     return 0
 
 
@@ -70,7 +76,24 @@ def _parser() -> argparse.ArgumentParser:
     board = commands.add_parser("dashboard", help=about, description=about, epilog=_EPILOG)
     board.add_argument("file", metavar="FILE", help="what dashboard(history=FILE) has written")
     board.add_argument("--port", type=int, default=0, help="port to listen on; a free one")
+    about = "train with GRPO: start engines, sample, learn and push"
+    add = commands.add_parser("grpo", help=about, description=about, epilog=_GRPO_EPILOG)
+    where = "YAML with settings; several are put over each other, the last one on top"
+    add.add_argument("--config", metavar="FILE", action="append", default=[], help=where)
+    add.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="a setting, on top")
     return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    """Trains, once the settings are known to be right."""
+    from torchrl_vllm_sync.rl.config import GRPOConfig
+
+    config = GRPOConfig.load(*options.config, overrides=options.overrides)
+    from torchrl_vllm_sync.rl.grpo import train_grpo  # imports torch
+
+    sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
+    train_grpo(config)
+    return 0
 
 
 def _seconds(text: str) -> float:

@@ -25,6 +25,21 @@ class UnsupportedArgumentError(SyncError, ValueError):
     """An argument, or a combination, that the installed vLLM or the platform cannot honour."""
 
 
+class ConfigError(SyncError, ValueError):
+    """Settings of a run that are no such, of a wrong type, out of range, or do not go together.
+
+    Attributes:
+        problems: What is wrong, by key; nothing was started.
+    """
+
+    def __init__(self, problems: dict[str, str]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(f"{key} {why}" for key, why in self.problems.items())
+
+
 class TokenizerMismatchError(SyncError, ValueError):
     """Two tokenizers mean different tokens by the same ids; nothing was generated.
 

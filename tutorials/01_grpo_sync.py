@@ -28,17 +28,16 @@ import sys
 
 import torch
 from common import claims, results, settings
-from common.engines import engine_args, make_policy, prepared
-from common.task import evaluate, first_twice, prompts, reward
-from common.training import on_device
+from common.engines import prepared
+from common.task import evaluate
 from tensordict import set_list_to_stack
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import StepCounter
-from torchrl.envs.llm import ChatEnv
 from torchrl.objectives.llm.grpo import GRPOLoss
 from transformers import AutoModelForCausalLM
 
 import torchrl_vllm_sync as tvs
+from torchrl_vllm_sync.rl.grpo import engine_args, make_env, make_policy
+from torchrl_vllm_sync.rl.tasks import prompts, reward
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it
 
@@ -51,27 +50,11 @@ def parse_args(argv=None):
 
 
 # %% [markdown]
-# ## Environment and reward
-#
-# `ChatEnv` gives each prompt `group_size` times; an episode is one answer. `TextReward` asks a
-# function what the answers of a batch are worth. The tiny model's task is to use tokens from the
-# first quarter of its vocabulary: this and other tasks are in `common/task.py`.
-
-
-# %%
-def make_env(args, tokenizer):
-    """Returns the environment: ``groups`` prompts at a time, ``group_size`` answers to each."""
-    questions = prompts(args.dataset, args.seed, args.held_out)
-    env = ChatEnv.from_dataloader(
-        first_twice(questions, args.groups),  # as the collector throws the first ones away
-        batch_size=(args.batch_size,), repeats=args.group_size, tokenizer=tokenizer,
-        input_mode="history",
-    )  # fmt: skip
-    return env.append_transform(StepCounter(max_steps=1)).append_transform(reward(args.dataset))
-
-
-# %% [markdown]
 # ## The loop
+#
+# `make_env` gives each prompt `group_size` times; an episode is one answer, and `TextReward` asks a
+# function what the answers of a batch are worth. The tiny model's task is to use tokens from the
+# first quarter of its vocabulary; for others see `torchrl_vllm_sync/rl/tasks.py`.
 #
 # `make_policy` wraps the service in a `vLLMWrapper`, TorchRL's policy: it samples at temperature 1
 # with no token cut off, and labels each token with the version of the weights that sampled it.
@@ -90,19 +73,26 @@ def train(args, service, checkpoint, tokenizer, held_out):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model = model.eval().to(args.device)  # dropout would make it another model than the engines'
     grpo = GRPOLoss(tvs.TrainerPolicy(model), entropy_coeff=0.0, masking_strategy="sft")
-    loss_fn = on_device(args.device, grpo)
+    grpo, on_gpu = grpo.to(args.device), args.device.type == "cuda"
+
+    def loss_fn(batch):
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            return grpo(batch.to(args.device))
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     buffer = ReplayBuffer(
         storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
         transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
     )  # fmt: skip
     updater = tvs.WeightUpdater(service, source=model)
+    questions, rated = prompts(args.dataset, args.seed, args.held_out), reward(args.dataset)
+    env = make_env(tokenizer, questions, rated, num_envs=args.batch_size, repeats=args.group_size)
     collector = tvs.RolloutCollector(
-        make_env(args, tokenizer), policy=make_policy(args, service, tokenizer),
+        env, policy=make_policy(args.config, service, tokenizer),
         replay_buffer=buffer, dialog_turns_per_batch=args.batch_size,
         weight_updater=updater, track_policy_version=True,
     )  # fmt: skip
-    greedy = make_policy(args, service, tokenizer, temperature=0.0)
+    greedy = make_policy(args.config, service, tokenizer, temperature=0.0)
     held_out += evaluate(args, tokenizer, greedy)
     sampling, version, clock = iter(collector), 0, results.Clock()
     for step in results.counted(args):
@@ -137,7 +127,7 @@ def main(argv=None):
     args, problems, held_out = parse_args(argv), [], []
     with (
         prepared(args, "01_grpo_sync") as (checkpoint, tokenizer),
-        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args)) as service,
+        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args.config)) as service,
     ):
         training = train(args, service, checkpoint, tokenizer, held_out)
         steps = results.drive(training, args, problems, claims.BadRowsError, tvs.errors.SyncError)

@@ -34,12 +34,11 @@ What PASS claims:
 import sys
 
 from common import claims, results, settings
-from common.engines import engine_args, make_policy, prepared
-from common.task import make_env, prompts
-from common.training import Learner
+from common.engines import prepared
 from tensordict import set_list_to_stack
 
 import torchrl_vllm_sync as tvs
+from torchrl_vllm_sync.rl.grpo import engine_args
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it
 
@@ -52,6 +51,7 @@ def parse_args(argv=None):
     args = settings.finish_dataset(parser, argv, steps=50, smoke_steps=8)
     if args.staleness < 0:
         parser.error("--staleness must be at least 0")
+    args.config.train.sync, args.config.train.max_staleness = False, args.staleness
     return args
 
 
@@ -74,35 +74,19 @@ def parse_args(argv=None):
 #
 # ## The loop
 #
-# It is that of the synchronous program. `GroupAdvantage` compares the answers to each prompt. The
-# loss corrects for staleness: it weighs each token by how likely trainer and engine say it is, and
-# clips.
+# It is that of the synchronous program, which the library has as `GRPORun`, put together as a
+# configuration says: `torchrl-vllm-sync grpo train.sync=false train.max_staleness=2` runs the same
+# from a terminal. The loss corrects for staleness: it weighs each token by how likely trainer and
+# engine say it is, and clips.
 
 
 # %%
 def train(args, service, tokenizer, checkpoint, run):
     """Runs the loop, notes it in ``run``, and yields each step."""
-    learner = Learner(args, checkpoint)
-    updater = tvs.WeightUpdater(service, source=learner.model)
-    advantage = tvs.GroupAdvantage(grpo_size=args.group_size)
-    collector = tvs.RolloutCollector(
-        make_env(args, tokenizer, prompts(args.dataset, args.seed)),
-        policy=make_policy(args, service, tokenizer),
-        dialog_turns_per_batch=args.batch_size, max_staleness=args.staleness,
-    )  # fmt: skip
-    sampling, clock = iter(collector), results.Clock()
-    try:
-        for step in results.counted(args):
-            with clock("wait_s"):
-                rows = advantage.inv(next(sampling))
-            with clock("train_s"):
-                ess = learner.step(rows.split(args.rows_per_pass), args.batch_size)
-            version = service.weight_version
-            push = updater.push_weights()  # to every engine, with requests running
-            noted = {"version": version, "ess": ess, "push_ms": 1e3 * push.seconds}
-            yield run.add(rows, clock, step=step, **noted)
-    finally:
-        collector.shutdown()  # and what has begun
+    clock = results.Clock()
+    with tvs.GRPORun(args.config, service, tokenizer, checkpoint=checkpoint) as training:
+        for _, step in zip(results.counted(args), training, strict=False):
+            yield run.add(step, clock)
 
 
 # %% All together
@@ -111,7 +95,7 @@ def main(argv=None):
     args, run, problems = parse_args(argv), claims.AsyncRun(), []
     with (
         prepared(args, "02_grpo_async") as (checkpoint, tokenizer),
-        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args)) as service,
+        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args.config)) as service,
     ):
         training = train(args, service, tokenizer, checkpoint, run)
         results.drive(training, args, problems, tvs.errors.SyncError)

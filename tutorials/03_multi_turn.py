@@ -39,9 +39,8 @@ from functools import partial
 
 import torch
 from common import claims, results, settings
-from common.engines import engine_args, make_policy, prepared
-from common.task import calculate, calculations, low_ids, names_result
-from common.training import Learner
+from common.engines import prepared
+from common.task import calculate, calculations, names_result
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -51,6 +50,8 @@ from torchrl.envs.llm.transforms.tools import ToolTransformBase
 from torchrl.objectives.llm.grpo import MCAdvantage
 
 import torchrl_vllm_sync as tvs
+from torchrl_vllm_sync.rl.grpo import Learner, engine_args, make_policy
+from torchrl_vllm_sync.rl.tasks import low_ids
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it before any is made
 
@@ -191,9 +192,9 @@ def make_pool(args, tokenizer):
 
 def train(args, service, tokenizer, checkpoint, turns):
     """Compares, trains, yields each step, and adds every turn to ``turns``."""
-    policy = make_policy(args, service, tokenizer)
+    policy = make_policy(args.config, service, tokenizer)
     turns += compare(args, service, policy, tokenizer)
-    learner = Learner(args, checkpoint)
+    learner = Learner(args.config, checkpoint)
     updater = tvs.WeightUpdater(service, source=learner.model)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(4 * args.batch_size),
@@ -205,7 +206,7 @@ def train(args, service, tokenizer, checkpoint, turns):
     with contextlib.ExitStack() as cleanup:
         collector = LLMCollector(
             make_pool(args, tokenizer),
-            policy=make_policy(args, service, tokenizer),
+            policy=make_policy(args.config, service, tokenizer),
             dialog_turns_per_batch=args.group_size * args.groups,  # else TorchRL warns; no effect
             yield_completed_trajectories=True,
         )
@@ -235,9 +236,10 @@ def train(args, service, tokenizer, checkpoint, turns):
 def main(argv=None):
     """Runs the tutorial; the exit status is 0 if all claims hold."""
     args, problems, turns = parse_args(argv), [], []
+    args.config.inference_model.engine_args["block_size"] = 32
     with (
         prepared(args, "03_multi_turn") as (checkpoint, tokenizer),
-        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args, block_size=32)) as service,
+        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args.config)) as service,
     ):
         began = time.perf_counter()
         training = train(args, service, tokenizer, checkpoint, turns)

@@ -24,7 +24,7 @@ import copy
 import sys
 
 import torch
-from common.engines import engine_args, ray_running, scenario
+from common.engines import ray_running, scenario
 from common.results import STYLE, verdict
 from common.settings import ESS_TOLERANCE, TINY, finish, make_parser
 from matplotlib import pyplot as plt
@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_vllm_sync import AsyncVLLM, RolloutCorrection, TrainerPolicy, vLLMWrapper
 from torchrl_vllm_sync.errors import TransferError, UncorrectableSamplingError, WeightAuditError
+from torchrl_vllm_sync.rl.grpo import engine_args
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 # %%
@@ -170,7 +171,7 @@ def draw(found, output):
 def run(args, directory):
     checkpoint = args.model if args.model != TINY else str(make_tiny_checkpoint(directory))
     least, found, problems = 1 - ESS_TOLERANCE[args.dtype], {}, []
-    with AsyncVLLM.from_pretrained(checkpoint, **engine_args(args)) as service:
+    with AsyncVLLM.from_pretrained(checkpoint, **engine_args(args.config)) as service:
         for name, scene in SCENES.items():
             off, on, noticed = found[name] = scene(Stage(args, service, checkpoint))
             print(f"{name}: {noticed or 'not noticed'}")

@@ -17,6 +17,7 @@ SPOKEN_OF = {
     "Dashboard",
     "DashboardLogger",
     "GenerationStatistics",
+    "GRPORun",
     "LoadBalancer",
     "LocalLLM",
     "log_pushes",

@@ -12,6 +12,7 @@ from tensordict import set_list_to_stack
 
 from tests.unit.test_policy import TOKENIZER, CannedService
 from torchrl_vllm_sync import TextReward
+from torchrl_vllm_sync.rl import grpo, tasks
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
@@ -62,32 +63,32 @@ def tutorial(monkeypatch):
         ("", ""),
     ],
 )
-def test_the_last_number_is_what_counts(tutorial, text, number):
-    assert tutorial("common.task").last_number(text) == number
+def test_the_last_number_is_what_counts(text, number):
+    assert tasks.last_number(text) == number
 
 
-def test_answers_are_scored_by_the_data_set(tutorial):
-    task = tutorial("common.task")
+@pytest.mark.usefixtures("tutorial")
+def test_answers_are_scored_by_the_data_set():
     said = ["3 + 1 is 4", "5", "I see", "4 is it, not 9"]
     problems = ["3 0", "3 0", "0 3", "0 10"]
-    assert task.solved("chain_sum", [], said, problem=problems) == [1, 0.25, 0, 0.25]
-    assert task.solved("words", [], [" in words\n", "in 3 words"], problem=["0 0", "0 0"]) == [
+    assert tasks.solved("chain_sum", [], said, problem=problems) == [1, 0.25, 0, 0.25]
+    assert tasks.solved("words", [], [" in words\n", "in 3 words"], problem=["0 0", "0 0"]) == [
         1,
         0.25,
     ]
     right = ["6 * 7 is 42\n#### 42", "#### 1,000", "#### 5"]
-    assert task.right_number([], ["so 42.", "1000", "no"], answer=right) == [1, 1, 0]
-    assert task.low_ids([], [[1, 127, 128, 400], [], [5]]) == [0.5, 0, 1]
+    assert tasks.right_number([], ["so 42.", "1000", "no"], answer=right) == [1, 1, 0]
+    assert tasks.low_ids([], [[1, 127, 128, 400], [], [5]]) == [0.5, 0, 1]
 
 
-def test_no_problem_that_is_held_out_is_trained_on(tutorial):
-    task = tutorial("common.task")
-    kept = {one["query"][0] for one in task.held_out("chain_sum", 3)}
-    trained = [one["query"][0] for one in islice(task.prompts("chain_sum", 5, 3), 40)]
+@pytest.mark.usefixtures("tutorial")
+def test_no_problem_that_is_held_out_is_trained_on():
+    kept = {one["query"][0] for one in tasks.held_out("chain_sum", 3)}
+    trained = [one["query"][0] for one in islice(tasks.prompts("chain_sum", 5, 3), 40)]
     assert len(kept) == 3
     assert len({*trained}) == 4
     assert not kept & {*trained}
-    assert kept & {one["query"][0] for one in islice(task.prompts("chain_sum", 5), 40)}
+    assert kept & {one["query"][0] for one in islice(tasks.prompts("chain_sum", 5), 40)}
 
 
 def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
@@ -101,12 +102,12 @@ def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
 
         return TextReward(spy)
 
-    monkeypatch.setattr(task, "reward", reward)
+    monkeypatch.setattr(tasks, "reward", reward)
     args = tutorial("01_grpo_sync").parse_args(["--dataset", "chain_sum", "--held-out", "5"])
-    policy = tutorial("common.engines").make_policy(args, CannedService(), TOKENIZER, temperature=0)
+    policy = grpo.make_policy(args.config, CannedService(), TOKENIZER, temperature=0)
     assert policy.sampling_params.temperature == 0
     assert task.evaluate(args, TOKENIZER, policy) == [pytest.approx(0.2)]
-    assert seen == [f"{task.HELD_OUT_SEED} {at}" for at in range(5)]
+    assert seen == [f"{tasks.HELD_OUT_SEED} {at}" for at in range(5)]
 
 
 DEFAULTS = {
@@ -194,9 +195,9 @@ def test_a_step_that_made_another_model_is_no_pass(tutorial, after):
 
 
 def test_rows_that_are_lost_late_or_too_old_are_no_pass(tutorial):
-    claims, task = tutorial("common.claims"), tutorial("common.task")
+    claims = tutorial("common.claims")
     args = tutorial("02_grpo_async").parse_args(["--staleness", "1", "--groups", "2"])
-    source = task.prompts(args.dataset, args.seed)
+    source = tasks.prompts(args.dataset, args.seed)
     asked = [[*next(source)["query"], *next(source)["query"]] * args.group_size for _ in range(3)]
     figures = {"reward": 0.5, "staleness": 1.0, "across": 0, "ess": 0.9, "wait_s": 0.0}
     figures |= {"train_s": 0.0, "push_ms": 1.0, "seconds": 1.0}

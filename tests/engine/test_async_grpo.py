@@ -10,6 +10,7 @@ import pytest
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 
+from torchrl_vllm_sync.rl import grpo
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
@@ -49,12 +50,13 @@ def trained(tutorial, service, checkpoint, model, *settings):
     return args, run
 
 
-def queries_of_the_synchronous_program(tutorial, args, service, steps):
+def queries_of_the_synchronous_program(args, service, steps):
     """Prompts of each batch of TorchRL's collector in this process."""
-    tokenizer = make_tiny_tokenizer()
+    tokenizer, task = make_tiny_tokenizer(), grpo.load_task(args.config)
+    size = {"num_envs": args.batch_size, "repeats": args.group_size}
     collector = LLMCollector(
-        tutorial.make_env(args, tokenizer, tutorial.prompts(args.dataset, args.seed)),
-        policy=tutorial.make_policy(args, service, tokenizer),
+        grpo.make_env(tokenizer, *task, **size),
+        policy=grpo.make_policy(args.config, service, tokenizer),
         dialog_turns_per_batch=args.batch_size,
         total_dialog_turns=-1,
     )
@@ -70,7 +72,7 @@ def test_the_prompts_are_the_synchronous_programs_and_rows_no_older(
     settings = ["--staleness", str(staleness), "--steps", "5"]
     args, run = trained(tutorial, service, checkpoint, model, *settings)
     assert tutorial.claims.async_shortcomings(run, args) == []
-    wanted = queries_of_the_synchronous_program(tutorial, args, service, 5)
+    wanted = queries_of_the_synchronous_program(args, service, 5)
     assert [Counter(one) for one in run.queries] == [Counter(one) for one in wanted]
     assert len({frozenset(one) for one in run.queries}) > 1
     assert [one.max_staleness for one in run.steps] == [min(at, staleness) for at in range(5)]

@@ -91,7 +91,8 @@ def train(replay_buffer, cfg, collectors, inference_policy, devices=None):
     optim_steps = 0
     start_time = time.time()
     try:
-        for step in range(min(total_steps, cfg.train.steps)):
+        num_passes = cfg.train.steps * cfg.train.gradient_accumulation_steps
+        for step in range(min(total_steps, num_passes)):
             if not any(collector.is_running() for collector in collectors):
                 raise RuntimeError(f"Collectors stopped before step {step}/{total_steps}.")
             with timeit("sampling"):
@@ -103,25 +104,28 @@ def train(replay_buffer, cfg, collectors, inference_policy, devices=None):
                 history_str = history.apply_chat_template(tokenizer=train_tokenizer)
                 while not isinstance(history_str, str):
                     history_str = "\n".join(history_str)
-            with timeit("forward_pass"), autocast("cuda", enabled=cfg.train.mixed_precision):
+            dtype, enabled = getattr(torch, cfg.train_model.torch_dtype), cfg.train.mixed_precision
+            with timeit("forward_pass"), autocast("cuda", enabled=enabled, dtype=dtype):
                 loss = loss_fn(batch)
                 loss_val = loss.mean(reduce=True) / cfg.train.gradient_accumulation_steps
                 if not torch.isfinite(loss_val.detach()).all():
                     raise RuntimeError(f"loss is {loss_val.detach()}")
             with timeit("backward_pass"):
                 loss_val.backward()
-            with timeit("optim_step"):
-                torch.nn.utils.clip_grad_norm_(
-                    policy_training.parameters(), cfg.optimizer.clip_grad_norm
-                )
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                optim_steps += 1
-            if optim_steps % cfg.train.weight_update_frequency == 0 and not cfg.train.skip_pushes:
-                with timeit("update_policy_weights"):
-                    sender.update_weights()
-                    pushes += 1
-                    gc.collect()
+            if (step + 1) % cfg.train.gradient_accumulation_steps == 0:
+                with timeit("optim_step"):
+                    torch.nn.utils.clip_grad_norm_(
+                        policy_training.parameters(), cfg.optimizer.clip_grad_norm
+                    )
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    optim_steps += 1
+                is_due = optim_steps % cfg.train.weight_update_frequency == 0
+                if is_due and not cfg.train.skip_pushes:
+                    with timeit("update_policy_weights"):
+                        sender.update_weights()
+                        pushes += 1
+                        gc.collect()
             metrics.append(
                 training_metrics(replay_buffer, batch, loss, collectors[0], start_time, step + 1)
             )

@@ -32,7 +32,7 @@ from torchrl_vllm_sync import AsyncVLLM, VLLMWeightSyncScheme, vLLMWrapper
 for message in (
     "Response history should have one more batch dimension",
     "The PyTorch API of nested tensors is in prototype stage",
-    "torch.cuda.amp.GradScaler is enabled, but CUDA is not available",
+    "User provided device_type of 'cuda', but CUDA is not available",
 ):
     warnings.filterwarnings("ignore", message)
 
@@ -41,34 +41,48 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
     """Returns what TorchRL's script reads from its YAML files, by the same names."""
     parser = argparse.ArgumentParser(program)
     parser.add_argument("checkpoint", help="folder of the tiny model")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps and pushes")
     parser.add_argument("--replicas", type=int, default=2, help="engines")
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--skip-pushes", action="store_true", help="push once only, to be caught")
     args = parser.parse_args(argv)
+    # As config/grpo_gsm8k.yaml and config/mode/{sync,async}.yaml have them.
     spaces = {
-        "env": {"num_envs": 8, "repeats": 4, "max_steps": 1, "reasoning": False},
-        "model": {"name": args.checkpoint, "compile": False},
+        "env": {"num_envs": 32, "repeats": 16, "max_steps": 2, "reasoning": False},
+        "model": {"compile": False},
         "train": {
             "total_dialog_turns": 100_000,
-            "dialog_turns_per_batch": 8,
-            "gradient_accumulation_steps": 1,
-            "optim_batch_size": 8,
+            "dialog_turns_per_batch": 32,
+            "gradient_accumulation_steps": 8,
+            "optim_batch_size": 32,
             "epochs": 1,
             "kl_coef_in_loss": True,
             "use_kl_to_ref": False,
             "kl_to_ref_coeff": 0.0,
             "kl_to_inference_coeff": 1e-2,
             "entropy_coeff": 1e-4,
-            "mixed_precision": False,
+            "mixed_precision": True,
             "packing": False,
-            "buffer_size": None,
-            "weight_update_frequency": 1,
+            "buffer_size": 128 if program == "grpo_async_shape" else None,
             "sync_iter": True,
             "empty_replay_buffer": True,
-            "logging_frequency": 1,
-            "steps": args.steps,
-            "skip_pushes": args.skip_pushes,
+        },
+        "train_model": {},
+        "inference_model": {
+            "gpu_memory_utilization": 0.9,
+            "enable_prefix_caching": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "include_stop_str_in_output": True,
+        },
+        "optimizer": {"eps": 1e-5, "weight_decay": 0.0, "clip_grad_norm": 1.0},
+        "ray": {"replay_buffer_config": {"num_gpus": 0.0}, "collector_config": {}},
+    }
+    # What a tiny model, two CPU cores and a few steps have otherwise or besides.
+    own = {
+        "model": {"name": args.checkpoint},
+        "train": {
+            "weight_update_frequency": 1, "steps": args.steps, "skip_pushes": args.skip_pushes,
         },
         "train_model": {"lora": SimpleNamespace(enabled=args.lora, r=8, alpha=16), "num_devices": 0,
                         "torch_dtype": "float32"},
@@ -77,8 +91,6 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
             "gpu_memory_utilization": 0.1,
             "enforce_eager": True,
             "verbose": False,
-            "compile": False,
-            "enable_prefix_caching": True,
             "enable_fp32_output": True,
             "torch_dtype": "float32",
             "trust_remote_code": False,
@@ -86,12 +98,9 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
             "max_model_len": 256,
             "cpu_offload_gb": 0,
             "pipeline_parallel_size": 1,
-            "temperature": 1.0,
-            "top_p": 1.0,
             "max_tokens": 12,
-            "include_stop_str_in_output": True,
         },
-        "optimizer": {"lr": 5e-3, "eps": 1e-5, "weight_decay": 0.0, "clip_grad_norm": 1.0},
+        "optimizer": {"lr": 5e-3},
         "ray": {
             "init_config": {
                 "address": "local",
@@ -105,6 +114,7 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
             "replay_buffer_config": {"num_cpus": 0, "num_gpus": 0.0},
         },
     }  # fmt: skip
+    spaces = {name: given | own.get(name, {}) for name, given in spaces.items()}
     return SimpleNamespace(**{name: SimpleNamespace(**value) for name, value in spaces.items()})
 
 

@@ -28,7 +28,6 @@ from grpo_shape_utils import (
 )
 from tensordict import set_list_to_stack
 from torch.amp.autocast_mode import autocast
-from torch.amp.grad_scaler import GradScaler
 from torchrl import merge_ray_runtime_env
 from torchrl._utils import timeit
 from torchrl.collectors.llm import RayLLMCollector
@@ -70,7 +69,6 @@ def train(replay_buffer, cfg, collector, inference_policy, devices=None):
         eps=getattr(cfg.optimizer, "eps", 1e-8),
         fused=False,
     )
-    scaler = GradScaler(enabled=cfg.train.mixed_precision)
     metrics = []
     global_step = 0
     start_time = time.time()
@@ -87,18 +85,21 @@ def train(replay_buffer, cfg, collector, inference_policy, devices=None):
                 history_str = history.apply_chat_template(tokenizer=train_tokenizer)
                 while not isinstance(history_str, str):
                     history_str = "\n".join(history_str)
-                with timeit("forward_pass"), autocast("cuda", enabled=cfg.train.mixed_precision):
+                dtype = getattr(torch, cfg.train_model.torch_dtype)
+                enabled = cfg.train.mixed_precision
+                with timeit("forward_pass"), autocast("cuda", enabled=enabled, dtype=dtype):
                     loss = loss_fn(batch)
                     loss_val = loss.mean(reduce=True) / cfg.train.gradient_accumulation_steps
                 with timeit("backward_pass"):
                     loss_val.backward()
-                with timeit("optim_step"):
-                    torch.nn.utils.clip_grad_norm_(
-                        policy_training.parameters(), cfg.optimizer.clip_grad_norm
-                    )
-                    optimizer.step()
-                    scaler.update() if cfg.train.mixed_precision else None
-                    optimizer.zero_grad(set_to_none=True)
+                # A pass before the batch's last, as TorchRL's script has it.
+                if (global_step + 1) % cfg.train.gradient_accumulation_steps == 0:
+                    with timeit("optim_step"):
+                        torch.nn.utils.clip_grad_norm_(
+                            policy_training.parameters(), cfg.optimizer.clip_grad_norm
+                        )
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=True)
                 del loss_val
                 gc.collect()
                 metrics.append(
@@ -110,7 +111,7 @@ def train(replay_buffer, cfg, collector, inference_policy, devices=None):
                 pushes += 1
         if cfg.train.empty_replay_buffer:
             replay_buffer.empty(empty_write_count=False)
-        if global_step >= cfg.train.steps:
+        if global_step >= cfg.train.steps * cfg.train.gradient_accumulation_steps:
             break
 
     results = {

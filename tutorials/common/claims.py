@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common import results
 from common.results import shown
 from common.settings import ESS_AFTER_STEP, ESS_TOLERANCE
-from common.task import prompts
+from torchrl_vllm_sync.rl.tasks import prompts
 
 if TYPE_CHECKING:
     import argparse
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from common.results import Clock
+    from torchrl_vllm_sync.rl.grpo import GRPOStep
 
 LAST_STEPS = 5  # whose mean reward counts, where a step's own says little
 
@@ -139,19 +140,24 @@ class AsyncRun:
     steps: list[AsyncStep] = field(default_factory=list)
     queries: list[list[str]] = field(default_factory=list)  # of each step, one for each row
 
-    def add(self, rows: TensorDictBase, clock: Clock, *, version: int, **noted: Any) -> AsyncStep:
-        """Notes a step on rows, and returns it."""
-        staleness = version - rows["policy_version"]
+    def add(self, step: GRPOStep, clock: Clock) -> AsyncStep:
+        """Notes a step, and returns what is noted."""
+        rows, push = step.rows, step.push
+        staleness = step.version - rows["policy_version"]
         self.queries.append(list(rows["query"]))
         self.steps.append(
             AsyncStep(
-                version=version,
+                step=step.number,
+                version=step.version,
                 reward=mean_reward(rows),
                 staleness=float(staleness.float().mean()),
                 max_staleness=int(staleness.max()),
                 across=int((rows["max_policy_version"] > rows["policy_version"]).sum()),
+                ess=step.figures["ESS"],
+                wait_s=step.wait_s,
+                train_s=step.train_s,
+                push_ms=1e3 * push.seconds if push else 0.0,
                 **clock.read(),
-                **noted,
             )
         )
         return self.steps[-1]

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from common.quiet import keep_quiet
 from common.settings import TINY
-from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 # From 256 tokens of a step on, a kernel of vLLM 0.26 adds up in another order, batch-invariant or
 # not, and a random model's tokens soon differ (csrc/layernorm_kernels.cu, fused_add_rms_norm).
 BATCH_INVARIANT_TOKENS = 240
-# Decoding in CUDA graphs, without the minute that compiling takes at each start.
-CUDA_GRAPHS = {
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    "enforce_eager": False,
-}
 SHARED_GPU_UTILIZATION = 0.42  # of a GPU's memory is the engine's, where a trainer is on it too
 
 
@@ -83,26 +78,6 @@ def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> 
     return AsyncVLLM.from_pretrained(str(checkpoint), **sizes | how | engine)
 
 
-def make_policy(
-    args: argparse.Namespace, service: AsyncVLLM, tokenizer: Any, *, temperature: float = 1.0
-) -> vLLMWrapper:
-    """Returns the policy that samples, at 1.0 from the model as it is: no token is cut off."""
-    if "qwen" in args.model.lower():
-        template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
-    else:
-        template = {"chat_template": tokenizer.chat_template}
-    sampling = {"max_tokens": args.max_tokens, "temperature": temperature, "top_p": 1.0}
-    return vLLMWrapper(
-        service,
-        tokenizer=tokenizer,
-        input_mode="history",
-        **template,
-        return_log_probs=True,
-        pad_output=False,
-        generate_kwargs={**sampling, "include_stop_str_in_output": True},
-    )
-
-
 @contextlib.contextmanager
 def prepared(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Any]]:
     """Gives a checkpoint and its tokenizer, with Ray running; ends Ray and removes what it made."""
@@ -118,20 +93,3 @@ def prepared(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Any]]:
         print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)
         with ray_running(args.engine_gpus):
             yield checkpoint, tokenizer
-
-
-def engine_args(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """How many engines there are, and of what kind: ``AsyncVLLM.from_pretrained``'s arguments."""
-    return {
-        "num_replicas": args.replicas,
-        "num_cpus_per_replica": 0,
-        "dtype": str(args.dtype).removeprefix("torch."),
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": max(64, args.batch_size),
-        "seed": args.seed,
-        "compile": False,
-        "enforce_eager": True,
-        "verbose": False,
-        **(CUDA_GRAPHS if args.engine_gpus else {}),
-        **more,
-    }

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .task import missing
+from torchrl_vllm_sync import GRPOConfig
+from torchrl_vllm_sync.rl.grpo import trainer_device
+from torchrl_vllm_sync.rl.tasks import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,7 +86,7 @@ def finish(
     """Fills in what was not given from a preset, checks it, and finds devices.
 
     ``args`` gets ``batch_size``, the rows of a step; ``engine_gpus``, the GPUs that Ray may use;
-    the trainer's ``device``; and the engines' ``dtype``.
+    the trainer's ``device``; the engines' ``dtype``; and all of it as the library's ``config``.
     """
     num_gpus = torch.cuda.device_count()
     if args.minutes < math.inf and args.steps is None:
@@ -111,8 +113,17 @@ def finish(
     if not num_gpus and args.model != TINY:
         print(ON_CPU)
     args.engine_gpus = max(0, num_gpus - 1)
-    args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
+    args.device = trainer_device()
     args.dtype = torch.bfloat16 if num_gpus else torch.float32  # the engines'
+    args.config = config = GRPOConfig()
+    env, train, engine = config.env, config.train, config.inference_model
+    env.dataset = getattr(args, "dataset", env.dataset)
+    env.repeats, config.model.name, config.optimizer.lr = args.group_size, args.model, args.lr
+    env.num_envs = train.dialog_turns_per_batch = train.optim_batch_size = args.batch_size
+    train.total_dialog_turns, train.seed = args.steps * args.batch_size, args.seed
+    train.gradient_accumulation_steps = args.batch_size // args.rows_per_pass
+    engine.num_devices, engine.max_tokens = args.replicas, args.max_tokens
+    engine.max_model_len = args.max_model_len
     return args
 
 
@@ -129,7 +140,7 @@ def finish_dataset(
     if args.dataset == "low-ids" and args.model not in (None, TINY):
         parser.error(f"--dataset low-ids is for --model {TINY}")
     if why := missing(args.dataset):
-        parser.error(why)
+        parser.error(f"--dataset {why}")
     preset = PRESETS.get(args.dataset, PRESETS["reasoning-gym"])
     args.reward_target = None  # what PASS asks of the reward
     if args.dataset == "low-ids":

@@ -1,0 +1,206 @@
+"""Settings of a GRPO run are merged and refused by key; a run does what they say."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
+from torchrl_vllm_sync import GRPOConfig, GRPORun, TextReward, cli, train_grpo
+from torchrl_vllm_sync.errors import ConfigError
+from torchrl_vllm_sync.rl import grpo
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Response history should have one more batch dim"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
+]
+# In the form of TorchRL's sota-implementations/grpo: Hydra's directives, SGLang's switches, actors.
+RECIPE = """
+defaults: [{mode: "${mode:async}"}, _self_]
+env: {dataset: gsm8k, num_envs: 16, repeats: 4, reasoning: false, max_steps: 2}
+model: {name: Qwen/Qwen2.5-3B, compile: false}
+train: {total_dialog_turns: 100_000, dialog_turns_per_batch: 32, kl_to_inference_coeff: 1e-2}
+train_model: {lora: {enabled: true, r: 8, alpha: 16, dropout: 0.1}, quantization: {enabled: false}}
+inference_model: {backend: vllm, num_devices: 1, max_tokens: 1024, disable_cuda_graph: false}
+ref_model: {num_devices: 1, lora: {enabled: true}}
+ray: {init_config: {num_cpus: 96, runtime_env: {working_dir: .}}, collector_config: {num_cpus: 4}}
+hydra: {run: {dir: "outputs/${now:%Y}"}}
+"""
+ASYNC = "train: {sync: false, buffer_size: 128, weight_update_frequency: 10, sync_iter: }"
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, text in {"recipe": RECIPE, "async": ASYNC}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path / "async", tmp_path / "recipe"
+
+
+def test_overrides_lie_over_files_and_files_over_defaults(files):
+    overrides = ["train.max_staleness=4", "optimizer.lr=1e-6", "ray.init_config.num_cpus=8"]
+    config = GRPOConfig.load(*files, overrides=overrides)
+    assert (config.env.num_envs, config.env.repeats, config.train.epochs) == (16, 4, 1)
+    assert config.train.kl_to_inference_coeff == 0.01  # which YAML 1.1 takes for text
+    assert (config.staleness, config.train.weight_update_frequency) == (4, 10)
+    assert config.optimizer == replace(GRPOConfig().optimizer, lr=1e-6)
+    assert config.ray.init_config == {"num_cpus": 8, "runtime_env": {"working_dir": "."}}
+    assert config.train_model.lora.enabled
+    assert config.num_batches == 3125
+    config.train.sync = True
+    assert config.staleness == 0
+
+
+WRONG = {
+    "unknown": ("train.max_stalenes=3", "train.max_stalenes", "did you mean train.max_staleness"),
+    "no section": ("trane.lr=3", "trane.lr", "no such setting"),
+    "inside a value": ("model.name.x=3", "model.name.x", "no such setting"),
+    "a section": ("train=5", "train", "is a section, got 5"),
+    "no value": ("train.sync", "train.sync", "must be section.key=value"),
+    "no YAML": ("train.sync=[", "train.sync", "cannot be read"),
+    "text": ("optimizer.lr=fast", "optimizer.lr", "must be a finite number, got 'fast'"),
+    "not a number": ("optimizer.lr=.nan", "optimizer.lr", "must be a finite number, got nan"),
+    "truth": ("env.repeats=true", "env.repeats", "must be an integer, got True"),
+    "a number": ("model.name=3", "model.name", "must be text, got 3"),
+    "nothing": ("train.epochs=null", "train.epochs", "must be an integer, got None"),
+    "too small": ("env.repeats=1", "env.repeats", "must be at least 2, got 1"),
+    "zero": ("optimizer.lr=0", "optimizer.lr", "must be above 0, got 0"),
+    "too much": (
+        "inference_model.gpu_memory_utilization=2",
+        "inference_model.gpu_memory_utilization",
+        "must be at most 1, got 2",
+    ),
+    "a choice": ("logging.backend=disk", "logging.backend", "one of csv, tensorboard"),
+    "theirs": ("train.use_kl_to_ref=true", "train.use_kl_to_ref", "must be False, got True"),
+    "groups": ("env.repeats=5", "env.num_envs", "multiple of env.repeats, which is 5, got 32"),
+    "steps": ("train.optim_batch_size=64", "train.optim_batch_size", "must divide"),
+    "no batch": ("train.total_dialog_turns=9", "train.total_dialog_turns", "must be 32 at least"),
+    "no room": ("inference_model.max_model_len=16", "inference_model.max_model_len", "above"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_setting_is_refused_by_its_key(case):
+    override, key, why = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.load(overrides=[override])
+    assert [*caught.value.problems] == [key]
+    assert why in str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    (tmp_path / "list").write_text("[1]")
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.load(missing, tmp_path / "list", overrides=["optimizer.lr=-1", "env.repeats=x"])
+    wanted = {missing, str(tmp_path / "list"), "optimizer.lr", "env.repeats"}
+    assert {*caught.value.problems} == wanted
+    config = GRPOConfig()
+    config.train.epochs, config.inference_model = 0, None
+    with pytest.raises(ConfigError, match=r"train.epochs must be at least 1.*must be a section"):
+        config.check()
+
+
+COMMAND = """
+import sys
+from torchrl_vllm_sync import cli
+print(cli.main(["grpo", "optimizer.lrr=1"]), sorted({"ray", "torch", "vllm"} & {*sys.modules}))
+"""
+
+
+def test_the_command_refuses_before_it_imports_much():
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "2 []\n"
+    assert "optimizer.lrr" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"env.dataset": "no.such.module:task"}, "env.dataset"),
+        ({"env.dataset": "sudoku_of_nobody"}, "env.dataset"),
+        ({"inference_model.num_devices": 4}, "inference_model.num_devices"),
+        ({"model.name": "/no/such/model"}, "model.name"),
+        ({"train_model.lora.enabled": "true"}, "train_model.lora.enabled"),
+    ],
+)
+def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, given, key):
+    def start(**_):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(grpo.ray, "init", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
+    )
+    overrides = [f"{name}={value}" for name, value in given.items()]
+    with pytest.raises(ConfigError, match=key):
+        train_grpo(GRPOConfig.load(overrides=overrides))
+    assert cli.main(["grpo", *overrides]) == 2
+    assert key in capsys.readouterr().err
+
+
+class Canned(CannedService):
+    """Holds the version that was pushed last."""
+
+    weight_version = 6
+
+
+def length(_, answers):
+    return [float(len(one)) for one in answers]
+
+
+def my_task(config):
+    """What ``env.dataset`` names."""
+    start = config.train.seed
+    questions = ({"query": [f"What is {at} + 1?"]} for at in range(start, start + 99))
+    return questions, TextReward(length)
+
+
+@pytest.mark.parametrize(("frequency", "pushed"), [(None, [0, 1, 2]), (5, [1, 2]), (99, [2])])
+def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path, frequency, pushed):
+    """Of 8 rows twice, in steps of 4 and passes of 2; also adapters, and with checkpointing."""
+    service = Canned()
+
+    def push():
+        service.weight_version += 1
+        return SimpleNamespace(version=service.weight_version)
+
+    monkeypatch.setattr(grpo, "WeightUpdater", lambda *_, **__: SimpleNamespace(push_weights=push))
+    config = GRPOConfig()
+    config.env.num_envs, config.env.repeats = 4, 2
+    train = config.train
+    train.total_dialog_turns, train.dialog_turns_per_batch, train.epochs = 25, 8, 2
+    train.optim_batch_size, train.gradient_accumulation_steps = 4, 2
+    train.weight_update_frequency = frequency
+    config.train_model.lora.enabled = frequency == 5
+    config.train_model.gradient_checkpointing = frequency == 99
+    checkpoint = str(make_tiny_checkpoint(tmp_path))
+    config.env.dataset, passes, steps = f"{__name__}:my_task", [], []
+    with GRPORun(config, service, TOKENIZER, checkpoint=checkpoint) as run:
+        compute, step = run.learner.compute, run.learner.optimizer.step
+        run.learner.compute = lambda rows: passes.append(len(rows)) or compute(rows)
+        run.learner.optimizer.step = lambda: steps.append(len(passes)) or step()
+        learned = {name: one.clone() for name, one in run.learner.model.named_parameters()}
+        found = [*run]
+    assert [one.number for one in found if one.push] == pushed
+    assert [one.version for one in found] == [6 + sum(at < n for at in pushed) for n in range(3)]
+    assert passes == [2] * 24
+    assert steps == [2 * at for at in range(1, 13)]
+    assert [len(one.rows) for one in found] == [8, 8, 8]
+    asked = [sorted(one.rows["query"]) for one in found]
+    wanted = [[f"What is {at} + 1?" for at in range(4 * n, 4 * n + 4)] * 2 for n in range(3)]
+    assert asked == [*map(sorted, wanted)]
+    after = dict(run.learner.model.named_parameters())
+    learned = {name for name, one in learned.items() if (one != after[name]).any()}
+    assert learned
+    assert all(("lora_" in name) == (frequency == 5) for name in learned)
+    assert all({"ESS", "grad_norm", "loss_objective"} <= one.figures.keys() for one in found)

@@ -1,0 +1,415 @@
+"""GRPO as a program: a configuration, and this library's parts put together as it says."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from tensordict import set_list_to_stack
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv
+from torchrl.objectives.llm.grpo import GRPOLoss
+from torchrl.record.loggers.utils import get_logger
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_vllm_sync.errors import ConfigError
+from torchrl_vllm_sync.rl import tasks
+from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
+from torchrl_vllm_sync.rl.groups import GroupAdvantage
+from torchrl_vllm_sync.rl.policy import vLLMWrapper
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector
+from torchrl_vllm_sync.rl.statistics import log_pushes, log_rollouts
+from torchrl_vllm_sync.rl.trainer import TrainerPolicy
+from torchrl_vllm_sync.rl.updater import WeightUpdater
+from torchrl_vllm_sync.service.service import AsyncVLLM
+from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tensordict import TensorDictBase
+    from torchrl.envs import TransformedEnv
+
+    from torchrl_vllm_sync.replica import PushReport
+    from torchrl_vllm_sync.rl.rollouts import TextReward
+
+# Decoding in CUDA graphs, without the minute that compiling takes at each start.
+_CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+_FIGURES = ("loss_objective", "clip_fraction", "kl_approx")
+
+
+def trainer_device() -> torch.device:
+    """Returns the last GPU, which the engines leave to the trainer, or the CPU."""
+    number = torch.cuda.device_count()
+    return torch.device("cuda", number - 1) if number else torch.device("cpu")
+
+
+def engine_args(config: GRPOConfig) -> dict[str, Any]:
+    """Returns arguments of ``AsyncVLLM.from_pretrained``, all but the model."""
+    engine, on_gpus = config.inference_model, torch.cuda.is_available()
+    dtype = engine.torch_dtype
+    given = {
+        "num_replicas": engine.num_devices,
+        "num_devices": engine.tensor_parallel_size,
+        "num_cpus_per_replica": 0,
+        "dtype": ("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype,
+        "max_num_seqs": max(64, config.train.dialog_turns_per_batch),
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "seed": config.train.seed,
+        "compile": False,
+        "enforce_eager": engine.enforce_eager or not on_gpus,
+        "verbose": engine.verbose,
+    }
+    if engine.max_model_len is not None:
+        given["max_model_len"] = engine.max_model_len
+    if on_gpus:
+        given["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        if not engine.enforce_eager:
+            given["compilation_config"] = _CUDA_GRAPHS
+    return given | engine.engine_args
+
+
+def make_policy(
+    config: GRPOConfig, service: AsyncVLLM, tokenizer: Any, *, trainer: Any = None, **sampling: Any
+) -> vLLMWrapper:
+    """Returns the policy that samples: no token is cut off, and each has its version."""
+    engine = config.inference_model
+    settings = {"max_tokens": engine.max_tokens, "temperature": engine.temperature, "top_p": 1.0}
+    template: dict[str, Any] = {"chat_template": tokenizer.chat_template}
+    if "qwen" in config.model.name.lower():
+        template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
+    return vLLMWrapper(
+        service,
+        tokenizer=tokenizer,
+        input_mode="history",
+        **template,
+        return_log_probs=True,
+        pad_output=False,
+        trainer=trainer,
+        generate_kwargs={**settings, "include_stop_str_in_output": True, **sampling},
+    )
+
+
+def make_env(
+    tokenizer: Any,
+    prompts: Iterable[dict[str, Any]],
+    reward: TextReward,
+    *,
+    num_envs: int,
+    repeats: int = 1,
+) -> TransformedEnv:
+    """Returns the environment of a collector: an episode is one prompt and one answer."""
+    loader: Any = tasks.first_twice(prompts, num_envs // repeats)
+    env = ChatEnv.from_dataloader(
+        dataloader=loader,
+        batch_size=(num_envs,),
+        repeats=repeats,
+        tokenizer=tokenizer,
+        input_mode="history",
+    )
+    return env.append_transform(StepCounter(max_steps=1)).append_transform(reward)
+
+
+def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]:
+    """Returns the prompts and the reward of ``env.dataset``, or says what is missing."""
+    name = config.env.dataset
+    module, colon, function = name.partition(":")
+    if not colon:
+        if why := tasks.missing(name):
+            raise ConfigError({"env.dataset": why})
+        return tasks.prompts(name, config.train.seed), tasks.reward(name)
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError({"env.dataset": f"{name!r} cannot be imported: {error}"}) from error
+    return make(config)
+
+
+class Learner:
+    """The trainer's half of GRPO: a model, TorchRL's loss on it, and optimizer steps."""
+
+    def __init__(
+        self, config: GRPOConfig, checkpoint: str, device: torch.device | None = None
+    ) -> None:
+        settings, train = config.train_model, config.train
+        self.device = device or trainer_device()
+        on_gpu = self.device.type == "cuda"
+        how = {"attn_implementation": settings.attn_implementation} if on_gpu else {}
+        dtype = getattr(torch, settings.torch_dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **how)
+        if settings.lora.enabled:
+            model = _with_adapters(model, settings.lora)
+        # Dropout would make it another model than the engines'; checkpointing needs train mode.
+        self.model = model.train(settings.gradient_checkpointing).to(self.device)
+        self.policy = TrainerPolicy(
+            self.model,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            temperature=config.inference_model.temperature,
+            packed=train.packing,
+        )
+        self.loss = GRPOLoss(
+            self.policy,
+            entropy_coeff=train.entropy_coeff,
+            kl_to_inference_coeff=train.kl_to_inference_coeff or None,
+            masking_strategy="sft",
+        ).to(self.device)
+        self._parameters = [one for one in self.model.parameters() if one.requires_grad]
+        chosen = config.optimizer
+        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, chosen.name)(
+            self._parameters, lr=chosen.lr, eps=chosen.eps, weight_decay=chosen.weight_decay
+        )
+        self._max_norm, self._autocast = chosen.clip_grad_norm, on_gpu and train.mixed_precision
+
+    def compute(self, rows: TensorDictBase) -> Any:
+        """Returns the loss of rows with their advantages, which are moved to the device."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
+            return self.loss(rows.to(self.device))
+
+    def step(self, passes: Iterable[TensorDictBase], num_rows: int) -> dict[str, float]:
+        """Makes one optimizer step of several passes; returns the least ESS, and means."""
+        ess, found = [], dict.fromkeys(_FIGURES, 0.0)
+        for rows in passes:
+            share, loss = len(rows) / num_rows, self.compute(rows)
+            (loss.mean(reduce=True) * share).backward()
+            ess.append(float(loss.ESS))
+            for name in found:
+                found[name] += share * float(loss.get(name).detach().mean())
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"ESS": min(ess), "grad_norm": float(norm), **found}
+
+
+def _with_adapters(model: Any, settings: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, adapters)  # in float32, whatever the model is in
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOStep:
+    """One batch that was trained on."""
+
+    number: int  # from 0 on
+    rows: TensorDictBase  # with their advantages
+    version: int  # the trainer's when it began: rows of it were 0 versions old
+    figures: dict[str, float]  # of its optimizer steps: the least ESS, and means
+    push: PushReport | None  # of the weights after it
+    wait_s: float  # until the rows were there
+    train_s: float  # of all optimizer steps
+
+
+class GRPORun:
+    """GRPO on a running service: iterating trains, and yields a step for each batch.
+
+    A step has its ``number``, its ``rows`` with their advantages, the ``version`` of the weights
+    that were trained, ``figures`` of the optimizer steps, the report of the ``push``, and how long
+    it waited for the rows and trained, ``wait_s`` and ``train_s``.
+
+    Example:
+        >>> with AsyncVLLM.from_pretrained(name, **engine_args(config)) as service:
+        ...     with GRPORun(config, service, tokenizer) as run:
+        ...         for step in run:
+        ...             log_rollouts(logger, step.rows, step.number, version=step.version)
+
+    Attributes:
+        learner: Model, loss and optimizer.
+        updater: What pushes its weights.
+        policy, collector: What samples with the engines, and collects batches.
+
+    Args:
+        config: All of the run but Ray and logging; checked.
+        service: Engines that hold the same checkpoint.
+        tokenizer: The checkpoint's.
+        task: Prompts and the reward of their answers, instead of those of ``env.dataset``.
+        checkpoint: What the trainer loads, if it is not ``model.name``.
+
+    Raises:
+        ConfigError: Settings are no such or do not go together.
+        SyncError: While iterating, see ``RolloutCollector`` and ``WeightUpdater``.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        service: AsyncVLLM,
+        tokenizer: Any,
+        *,
+        task: tuple[Iterable[dict[str, Any]], TextReward] | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        config.check()
+        prompts, reward = task or load_task(config)
+        self.config, self.service = config, service
+        self.learner = Learner(config, checkpoint or config.model.name)
+        self.updater = WeightUpdater(service, source=self.learner.model)
+        self.policy = make_policy(config, service, tokenizer, trainer=self.learner.policy)
+        env, num_rows = config.env, config.train.dialog_turns_per_batch
+        self.collector = RolloutCollector(
+            make_env(tokenizer, prompts, reward, num_envs=env.num_envs, repeats=env.repeats),
+            policy=self.policy,
+            dialog_turns_per_batch=num_rows,
+            total_dialog_turns=config.num_batches * num_rows,
+            max_staleness=config.staleness,
+        )
+        self._advantage = GroupAdvantage(grpo_size=env.repeats)
+
+    def __iter__(self) -> Iterator[GRPOStep]:
+        train, unpushed = self.config.train, 0
+        sampling = iter(self.collector)
+        for number in range(self.config.num_batches):
+            began = time.perf_counter()
+            rows: Any = self._advantage.inv(next(sampling))
+            sampled, version = time.perf_counter(), self.service.weight_version
+            figures = self._learn(rows)
+            trained, push = time.perf_counter(), None
+            unpushed += len(figures)
+            if unpushed >= (train.weight_update_frequency or 1) or _is_last(number, self.config):
+                push, unpushed = self.updater.push_weights(), 0  # with requests running
+            yield GRPOStep(
+                number=number,
+                rows=rows,
+                version=version,
+                figures={
+                    name: (min if name == "ESS" else statistics.fmean)(one[name] for one in figures)
+                    for name in figures[0]
+                },
+                push=push,
+                wait_s=sampled - began,
+                train_s=trained - sampled,
+            )
+
+    def _learn(self, rows: Any) -> list[dict[str, float]]:
+        """Makes all optimizer steps of a batch."""
+        train, found = self.config.train, []
+        num_rows = train.optim_batch_size
+        for _ in range(train.epochs):
+            for chosen in rows[torch.randperm(len(rows))].split(num_rows):
+                passes = chosen.split(num_rows // train.gradient_accumulation_steps)
+                found.append(self.learner.step(passes, num_rows))
+        return found
+
+    def close(self) -> None:
+        """Ends sampling, and what of it has begun."""
+        self.collector.shutdown()
+
+    def __enter__(self) -> GRPORun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_last(number: int, config: GRPOConfig) -> bool:
+    return number + 1 == config.num_batches
+
+
+@contextlib.contextmanager
+def _ray_of(config: GRPOConfig) -> Iterator[None]:
+    """Starts Ray and ends it, unless this process has joined a cluster."""
+    if ray.is_initialized():
+        yield
+        return
+    engine = config.inference_model
+    num_gpus = engine.num_devices * engine.tensor_parallel_size if torch.cuda.is_available() else 0
+    given: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    given |= {one: of for one, of in config.ray.init_config.items() if not one.startswith("_")}
+    given["num_gpus"] = num_gpus
+    ray.init(**given)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_machine(config: GRPOConfig) -> None:
+    """Refuses what wants GPUs or a package that this machine has not."""
+    if config.train_model.lora.enabled and importlib.util.find_spec("peft") is None:
+        raise ConfigError({"train_model.lora.enabled": "needs a package: pip install peft"})
+    engine, there = config.inference_model, torch.cuda.device_count()
+    needed = engine.num_devices * engine.tensor_parallel_size + 1
+    if there and needed > there and not ray.is_initialized():
+        why = f"needs {needed} GPUs, one of them for the trainer, and there are {there}"
+        raise ConfigError({"inference_model.num_devices": f"{engine.num_devices} {why}"})
+
+
+def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
+    """Trains as ``torchrl-vllm-sync grpo`` does: starts Ray and engines, trains, logs and saves.
+
+    Args:
+        config: The run.
+
+    Returns:
+        What ``log_rollouts`` and the optimizer steps said of each batch.
+
+    Raises:
+        ConfigError: Settings are no such, do not go together or want what this machine has not,
+            before anything is started.
+        SyncError: Engines do not start, see ``AsyncVLLM``, or a run failed, see :class:`GRPORun`.
+    """
+    config = copy.deepcopy(config)
+    config.check()
+    _check_machine(config)
+    task, found = load_task(config), []
+    torch.manual_seed(config.train.seed)
+    logging, dataset = config.logging, config.env.dataset
+    name = logging.experiment_name or f"grpo-{dataset}-{config.model.name}"
+    with contextlib.ExitStack() as running:
+        running.enter_context(set_list_to_stack(True))  # TorchRL's chat environments ask for it
+        if config.model.name == TINY:
+            directory = running.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
+            path = make_tiny_checkpoint(directory, seed=config.train.seed, diverse=False)
+            config.model.name = str(path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
+        except OSError as error:
+            raise ConfigError({"model.name": f"cannot be loaded: {error}"}) from error
+        running.enter_context(_ray_of(config))
+        service = running.enter_context(
+            AsyncVLLM.from_pretrained(config.model.name, **engine_args(config))
+        )
+        backend: Any = logging.backend
+        logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
+        running.callback(log_pushes(service, logger))
+        run = running.enter_context(GRPORun(config, service, tokenizer, task=task))
+        bar = running.enter_context(tqdm(total=config.num_batches, desc="GRPO", file=sys.stderr))
+        for step in run:
+            # Whoever evaluates beside training, or saves what it takes to go on, does so here:
+            # `run` holds model, optimizer and collector, and the service has what was pushed.
+            told = {f"training/{one}": value for one, value in step.figures.items()}
+            if step.number % config.train.logging_frequency == 0:
+                logger.log_metrics(told, step=step.number)
+                at, version = step.number, step.version
+                said = log_rollouts(logger, step.rows, at, version=version)
+                found.append({**said, **step.figures, "version": version})
+                bar.set_postfix_str(f"reward {found[-1]['reward']:.3f}", refresh=False)
+            _save(run, step.number, tokenizer)
+            bar.update()
+    return found
+
+
+def _save(run: GRPORun, number: int, tokenizer: Any) -> None:
+    """Saves the trainer's weights where it is time."""
+    logging, every = run.config.logging, run.config.logging.checkpoint_frequency
+    is_due = every is not None and (number + 1) % every == 0
+    if logging.checkpoint_dir is not None and (is_due or _is_last(number, run.config)):
+        target = Path(logging.checkpoint_dir) / f"step-{number + 1}"
+        for one in (run.learner.model, tokenizer):
+            one.save_pretrained(target)
