@@ -447,8 +447,8 @@ class FourOff(OneOff):
 class Checked(Ours):
     """The same with all that notices wrong numbers: statistics, corrections, audited pushes.
 
-    Phase ``correct`` is the correction, which takes a forward pass; statistics lie in ``buffer``,
-    the audit in ``push``. Guards are on anyway.
+    Phase ``correct`` is the correction, with the forward pass that the loss takes from it;
+    statistics lie in ``buffer``, the audit in ``push``. Guards are on anyway.
     """
 
     name = "ours, checked"
@@ -457,7 +457,9 @@ class Checked(Ours):
         super().__init__(bench)
         model, transport = bench.learner.model, bench.updater._transport
         self.buffer.append_transform(GenerationStatistics())
-        self.correct = RolloutCorrection(TrainerPolicy(model), weigh="token", version=bench.service)
+        self.correct = RolloutCorrection(
+            self.loss_fn.actor_network, weigh="token", shared_pass=True, version=bench.service
+        )
         audit = torch.cuda.is_available()  # vLLM repacks weights on CPUs
         self.updater = WeightUpdater(bench.service, model, transport=transport, audit=audit)
 

@@ -1,5 +1,6 @@
 """Weights and masks for tokens whose probability in the engine was another than in the trainer."""
 
+import copy
 import math
 
 import numpy as np
@@ -203,6 +204,84 @@ def test_the_loss_is_the_corrected_one(rows, model):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.fixture
+def scored_rows(rows, model):
+    with torch.no_grad():
+        scored = TrainerPolicy(model)(rows.copy())["log_probs", "full"]
+    jitter = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
+    rows["log_probs", "full"] = torch.where(sampled(rows)[..., 0], scored - jitter, math.nan)
+    return rows
+
+
+@pytest.fixture
+def passes(scored_rows, model):
+    """Which of the model's forward passes wanted gradients."""
+    seen = []
+    hook = model.model.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    yield seen
+    hook.remove()
+
+
+def corrected(model, rows, passes, *, shared_pass, between=lambda policy, rows: rows):
+    """Loss, gradients and summary of one step."""
+    policy = TrainerPolicy(model)
+    assert policy.path == "head"  # which it finds out by a pass of its own
+    passes.clear()
+    correct = RolloutCorrection(policy, weigh="token", shared_pass=shared_pass)
+    loss_fn = GRPOLoss(policy, entropy_coeff=0.0, masking_strategy="sft", clip_epsilon=0.1)
+    loss = loss_fn(between(policy, correct(rows))).loss_objective
+    return loss.detach(), torch.autograd.grad(loss, [*model.parameters()]), correct.summary()
+
+
+def test_the_loss_takes_the_corrections_pass_for_its_own(scored_rows, model, passes):
+    loss, gradients, told = corrected(model, scored_rows, passes, shared_pass=False)
+    assert passes == [False, True]
+    shared = corrected(model, scored_rows, passes, shared_pass=True)
+    assert passes == [True]
+    assert torch.equal(shared[0], loss)
+    assert all(map(torch.equal, shared[1], gradients))
+    assert shared[2] == pytest.approx(told)
+
+
+def step(policy, rows):
+    with torch.no_grad():
+        for one in policy.model.parameters():
+            one.add_(0.01)
+    return rows
+
+
+def others(_, rows):
+    tokens = rows["tokens", "full"]
+    rows["tokens", "full"] = torch.where(sampled(rows)[..., 0], tokens + 1, tokens)
+    return rows
+
+
+def copied(policy, rows):
+    assert copy.deepcopy(policy)._ahead is None
+    return rows.clone()
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [(step, [True, True]), (others, [True, True]), (copied, [True])],
+)
+def test_a_pass_is_shared_only_for_the_same_rows_and_weights(
+    scored_rows, model, passes, between, expected
+):
+    corrected(model, scored_rows, passes, shared_pass=True, between=between)
+    assert passes == expected
+
+
+def test_a_pass_is_taken_once(scored_rows, model, passes):
+    policy = TrainerPolicy(model)
+    rows = RolloutCorrection(policy, weigh="token", shared_pass=True)(scored_rows)
+    passes[:] = [True]
+    loss_fn = GRPOLoss(policy, entropy_coeff=0.01, masking_strategy="sft")
+    for _ in range(2):
+        loss_fn(rows).mean(reduce=True).backward()
+    assert passes == [True, True]
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -220,6 +299,7 @@ def test_the_loss_is_the_corrected_one(rows, model):
         ({"reject": "token", "bounds": (2.0, 0.5)}, "in order"),
         ({"reject": "token", "bounds": (-1.0, None)}, r"bounds\[0\] must be"),
         ({"weigh": "token", "version": True}, "version must not be a truth value"),
+        ({"weigh": "token", "shared_pass": True}, "shared_pass wants a TrainerPolicy, got NoneTy"),
     ],
     ids=str,
 )

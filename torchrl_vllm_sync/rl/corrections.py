@@ -13,6 +13,7 @@ from torchrl_vllm_sync.checks import check_number
 from torchrl_vllm_sync.errors import RowLayoutError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.keys import FULL_VERSIONS
 from torchrl_vllm_sync.rl.staleness import COUNTING, VersionLike, as_version_source
+from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -59,7 +60,8 @@ class RolloutCorrection(Transform):
     ``[B, T, 1]``. The engine's log-probabilities are in ``"engine_log_probs"``, ``[B, T]``.
 
     Call it on a batch before the loop over minibatches: ``policy`` scores the rows by the weights
-    that it has then, which takes a forward pass. Advantages must be there already.
+    that it has then, which takes a forward pass; or, with ``shared_pass=True``, on each minibatch
+    just before the loss, which then takes that pass for its own. Advantages must be there already.
 
     Example:
         >>> correct = RolloutCorrection(policy, weigh="token", cap=2.0, version=service)
@@ -75,6 +77,9 @@ class RolloutCorrection(Transform):
             tokens of a sequence. ``None`` rejects nothing.
         bounds: Least and greatest ratio that is kept, each above 0; ``None`` is no bound.
         only_negative: Reject only where the advantage is below 0.
+        shared_pass: Score rows with gradients, for the loss that comes next: where a batch is one
+            optimizer step, the weights are those of its beginning in all its minibatches. Wants a
+            policy.
         version: What tells the newest version, as for :class:`StalenessFilter`; then
             :meth:`summary` tells the engine's noise from staleness.
         log_probs_key: Entry with float32 ``[B, T]`` for ``policy=None``.
@@ -105,6 +110,7 @@ class RolloutCorrection(Transform):
         reject: Level | None = None,
         bounds: tuple[float | None, float | None] = (None, None),
         only_negative: bool = False,
+        shared_pass: bool = False,
         version: VersionLike | None = None,
         log_probs_key: NestedKey = ("trainer_log_probs", "full"),
     ) -> None:
@@ -122,7 +128,11 @@ class RolloutCorrection(Transform):
             raise UnsupportedArgumentError(f"reject={reject!r} with bounds={bounds}")
         if low is not None and high is not None and low > high:
             raise UnsupportedArgumentError(f"bounds must be in order, got {bounds}")
+        if shared_pass and not isinstance(policy, TrainerPolicy):
+            told = f"shared_pass wants a TrainerPolicy, got {type(policy).__name__}"
+            raise UnsupportedArgumentError(told)
         super().__init__()
+        self.shared_pass = shared_pass
         self._policy = (policy,)  # as no module of this one, whose parameters would be its own
         self.weigh, self.cap, self.reject, self.bounds = weigh, cap, reject, (low, high)
         self.only_negative, self.log_probs_key = only_negative, log_probs_key
@@ -171,6 +181,8 @@ class RolloutCorrection(Transform):
         policy: Any = self._policy[0]
         if policy is None:
             trainer = _entry(rows, self.log_probs_key)
+        elif self.shared_pass:
+            trainer = policy.score_ahead(rows)
         else:
             trainer = policy(rows.copy())[policy.log_probs_key, "full"]
         if trainer.shape != engine.shape:

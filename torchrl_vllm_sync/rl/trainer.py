@@ -124,11 +124,15 @@ class TrainerPolicy(LLMWrapperBase):
         self.chunk_tokens, self.micro_batch = chunk_tokens, micro_batch
         self.gradient_checkpointing, self.temperature = gradient_checkpointing, temperature
         self.packed, self.log_probs_key = packed, log_probs_key
+        self._ahead: _ScoredAhead | None = None
         self.in_keys = [_TOKENS, _ATTENTION]
         self.out_keys = [log_probs_key]
         if gradient_checkpointing:
             inner: Any = unwrap(model)
             inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ahead": None}  # graphs are neither pickled nor copied
 
     @cached_property
     def path(self) -> Literal["head", "logits"]:
@@ -223,6 +227,32 @@ class TrainerPolicy(LLMWrapperBase):
             tensordict.set(self.log_probs_key, _entry(log_probs))
         return tensordict
 
+    def score_ahead(self, rows: TensorDictBase) -> Tensor:
+        """Scores the tokens that a mask picks, in a pass that the next loss of these rows takes.
+
+        That loss takes it if rows and weights are the same, its mask is the assistant's (TorchRL's
+        ``"sft"`` and ``"rlhf"``), and it wants gradients; otherwise it scores anew.
+
+        Args:
+            rows: Dense rows of batch size ``[B]``.
+
+        Returns:
+            Log-probabilities without gradients, float32 ``[B, T]``, 0 where no answer is.
+
+        Raises:
+            InvalidPromptError: See the class.
+        """
+        self._ahead, tokens = None, _padded(rows, _TOKENS)
+        with torch.enable_grad():
+            dist = self.get_dist(rows, mask_key=_ASSISTANT)
+            found = dist.keep(tokens)
+        self._ahead = _ScoredAhead(tokens, dist, self._weight_counts())
+        return found.detach()
+
+    def _weight_counts(self) -> list[int]:
+        """How often each parameter was written to."""
+        return [one._version for one in self.model.parameters()]
+
     def get_dist(
         self,
         tensordict: TensorDictBase,
@@ -278,7 +308,11 @@ class TrainerPolicy(LLMWrapperBase):
             if one.shape != tokens.shape:
                 shapes = f"{_shape(one)}, {_TOKENS} {_shape(tokens)}"
                 raise InvalidPromptError(f"{name} has shape {shapes}")
-        mask = mask.bool() & attention.bool()
+        mask, ahead = mask.bool() & attention.bool(), self._ahead
+        if ahead is not None and torch.is_grad_enabled():
+            self._ahead = None
+            if ahead.is_of(tokens, mask) and ahead.weights == self._weight_counts():
+                return ahead.dist
         inner: Any = unwrap(self.model)
         num_tokens = inner.get_input_embeddings().weight.shape[0]
         longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
@@ -348,6 +382,7 @@ class TokenDistribution(torch.distributions.Distribution):
         self.mask = mask
         self._tokens, self._positions, self._scorer = tokens, positions, scorer
         self._entropies: dict[bool, Tensor] = {}  # by whether gradients were wanted
+        self._kept: Tensor | None = None  # what log_prob gives next
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Float32 [B, T] of ids in place of the rows' own, 0 outside the mask and at first."""
@@ -355,8 +390,16 @@ class TokenDistribution(torch.distributions.Distribution):
             raise InvalidPromptError(
                 f"log_prob of tokens of shape {_shape(value)}, rows are {_shape(self.mask)}"
             )
+        kept, self._kept = self._kept, None
+        if kept is not None and torch.equal(value, self._tokens):
+            return kept
         log_probs, self._entropies[torch.is_grad_enabled()] = self._scorer(value[self._positions])
         return self._laid_out(log_probs)
+
+    def keep(self, value: Tensor) -> Tensor:
+        """:meth:`log_prob` of the rows' own tokens, which it gives once more, with its graph."""
+        self._kept = self.log_prob(value)
+        return self._kept
 
     def entropy(self) -> Tensor:
         """Float32 [B, T] in nats, 0 where :meth:`log_prob` is by definition."""
@@ -366,6 +409,19 @@ class TokenDistribution(torch.distributions.Distribution):
 
     def _laid_out(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.mask.shape).index_put(self._positions, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredAhead:
+    """A pass that the loss of these rows may take, while the weights are the same."""
+
+    tokens: Tensor
+    dist: TokenDistribution
+    weights: list[int]
+
+    def is_of(self, tokens: Tensor, mask: Tensor) -> bool:
+        pairs = (tokens, self.tokens), (mask, self.dist.mask)
+        return all(a.device == b.device and torch.equal(a, b) for a, b in pairs)
 
 
 @dataclass(frozen=True, slots=True)
