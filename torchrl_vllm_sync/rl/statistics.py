@@ -306,7 +306,7 @@ class DashboardLogger(Logger):
 def _numbers(name: str, value: Any) -> Any:
     """A number for one value, and a list for several."""
     try:
-        tensor = torch.as_tensor(value).detach().double()
+        tensor = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:  # as torch says it of other values
         raise UnsupportedArgumentError(
             f"{name!r} must be a number or several, got {value!r}"
@@ -588,9 +588,10 @@ _COLUMNS = ("step", "version", "reward", "prompt", "answer")
 
 def _table(rows: TensorDictBase, step: int, reward: NestedKey, number: int) -> list[list[Any]]:
     """Some of the rows, in the columns; none without answers, and ``None`` where one is unknown."""
+    if not number or not rows.batch_size.numel():
+        return []
     rows = rows.reshape(-1)
-    answers = _entry(rows, ("text", "response"))
-    if not number or not len(rows) or answers is None:
+    if (answers := _entry(rows, ("text", "response"))) is None:
         return []
     chosen = torch.linspace(0, len(rows) - 1, min(number, len(rows))).round().long().tolist()
     prompts, rewards = _entry(rows, ("text", "prompt")), _entry(rows, reward)
