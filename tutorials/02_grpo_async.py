@@ -15,6 +15,7 @@ What PASS claims:
 - each step was trained on the prompts of the synchronous program's, so that no row is missing, and
   none came twice, however far ahead it was sampled;
 - no row that was trained is more than ``--staleness`` versions old;
+- none was discarded: of the rows generated, those not trained are the batches ahead at the end;
 - with ``--staleness 0`` each step's ESS is 1, as it is in the synchronous program;
 - of the tiny model: the mean reward of the last five steps is above 0.9; with ``--smoke``, of any:
   it is at most 0.1 below the first. Nothing of the reward on a real data set in a full run.
@@ -31,6 +32,7 @@ What PASS claims:
 # the weights that sampled it. Each token carries its version, so staleness is known exactly.
 
 # %%
+import contextlib
 import sys
 
 from common import claims, results, settings
@@ -89,9 +91,11 @@ def train(args, service, tokenizer, checkpoint, run):
         make_env(args, tokenizer, prompts(args.dataset, args.seed)),
         policy=make_policy(args, service, tokenizer),
         dialog_turns_per_batch=args.batch_size, max_staleness=args.staleness,
+        keep=run.work.keep,  # which only notes how long the answers are
     )  # fmt: skip
     sampling, clock = iter(collector), results.Clock()
-    try:
+    with run.work.watching(service), contextlib.ExitStack() as cleanup:
+        cleanup.callback(collector.shutdown)  # and what has begun
         for step in results.counted(args):
             with clock("wait_s"):
                 rows = advantage.inv(next(sampling))
@@ -101,8 +105,6 @@ def train(args, service, tokenizer, checkpoint, run):
             push = updater.push_weights()  # to every engine, with requests running
             noted = {"version": version, "ess": ess, "push_ms": 1e3 * push.seconds}
             yield run.add(rows, clock, step=step, **noted)
-    finally:
-        collector.shutdown()  # and what has begun
 
 
 # %% All together

@@ -12,6 +12,7 @@ from common import results
 from common.results import shown
 from common.settings import ESS_AFTER_STEP, ESS_TOLERANCE
 from common.task import prompts
+from common.work import Work
 
 if TYPE_CHECKING:
     import argparse
@@ -138,11 +139,14 @@ class AsyncRun:
 
     steps: list[AsyncStep] = field(default_factory=list)
     queries: list[list[str]] = field(default_factory=list)  # of each step, one for each row
+    work: Work = field(default_factory=Work)
 
     def add(self, rows: TensorDictBase, clock: Clock, *, version: int, **noted: Any) -> AsyncStep:
         """Notes a step on rows, and returns it."""
         staleness = version - rows["policy_version"]
         self.queries.append(list(rows["query"]))
+        self.work.train(rows, staleness)
+        self.work.trainer = clock.spans
         self.steps.append(
             AsyncStep(
                 version=version,
@@ -171,7 +175,7 @@ def async_shortcomings(run: AsyncRun, args: argparse.Namespace) -> list[str]:
         found.append(f"a row was trained at age {oldest}, above {args.staleness}")
     if args.staleness == 0 and not ess >= 1 - ESS_TOLERANCE[args.dtype]:
         found.append(f"effective sample size {ess:.4f}")
-    return found
+    return found + run.work.shortcomings(args.staleness * args.batch_size)
 
 
 def conclude_async(args: argparse.Namespace, run: AsyncRun, problems: list[str]) -> int:
@@ -184,7 +188,7 @@ def conclude_async(args: argparse.Namespace, run: AsyncRun, problems: list[str])
     )
     ages = {"staleness": "mean", "max_staleness": "oldest", args.staleness: "bound"}
     panels = {"sample age, versions": ages, "rows across a push": {"across": ""}}
-    results.write(args, title, run.steps, panels)
+    results.write(args, title, run.steps, panels, below=run.work.draw)
     first, last = run.steps[0].reward, last_reward(run.steps)
     problems = problems + async_shortcomings(run, args)
     age = statistics.fmean(one.staleness for one in run.steps)
