@@ -611,24 +611,25 @@ def _table(rows: TensorDictBase, step: int, reward: NestedKey, number: int) -> l
 
 
 def _log_table(logger: Logger, name: str, table: list[list[Any]], step: int) -> None:
-    if isinstance(logger, DashboardLogger):
+    # By class: what stands for a logger in another process is an instance of its class, for
+    # TorchRL, and takes any method.
+    kind, logger = type(logger), cast("Any", logger)
+    if issubclass(kind, DashboardLogger):
         if logger.also:
             _log_table(logger.also, name, table, step)
-    elif isinstance(logger, CSVLogger):
+    elif issubclass(kind, CSVLogger):
         path = Path(logger.experiment.log_dir) / "texts" / f"{name}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", newline="") as file:
             csv.writer(file).writerows(table if file.tell() else [_COLUMNS, *table])
-    elif isinstance(logger, WandbLogger):
+    elif issubclass(kind, WandbLogger):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        columns: Any = wandb.Table(columns=[*_COLUMNS], data=table)
-        logger.log_scalar(name, columns, step=step)
-    elif isinstance(logger, TensorboardLogger):
+        logger.log_scalar(name, wandb.Table(columns=[*_COLUMNS], data=table), step=step)
+    elif issubclass(kind, TensorboardLogger):
         logger.experiment.add_text(name, _markdown(table), step)
-    # On the class: what stands for a logger in another process takes any name.
-    elif hasattr(type(logger), "log_str"):
-        cast("Any", logger).log_str(name, _markdown(table), step=step)
+    elif hasattr(kind, "log_str"):
+        logger.log_str(name, _markdown(table), step=step)
 
 
 def _markdown(table: list[list[Any]]) -> str:
