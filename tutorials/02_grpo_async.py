@@ -76,7 +76,10 @@ def parse_args(argv=None):
 #
 # ## The loop
 #
-# It is that of the synchronous program. `GroupAdvantage` compares the answers to each prompt. The
+# `run.work` notes who works when, and how old and how long rows are, for the picture; none of the
+# rows that engines generated is missing among those trained, as their lengths show.
+#
+# The loop is that of the synchronous program. `GroupAdvantage` compares the answers to each prompt. The
 # loss corrects for staleness: it weighs each token by how likely trainer and engine say it is, and
 # clips.
 
