@@ -76,12 +76,10 @@ def parse_args(argv=None):
 #
 # ## The loop
 #
-# `run.work` notes who works when, and how old and how long rows are, for the picture; none of the
-# rows that engines generated is missing among those trained, as their lengths show.
-#
-# The loop is that of the synchronous program. `GroupAdvantage` compares the answers to each prompt. The
+# It is that of the synchronous program. `GroupAdvantage` compares the answers to each prompt. The
 # loss corrects for staleness: it weighs each token by how likely trainer and engine say it is, and
-# clips.
+# clips. `run.work` notes for the picture who works when, how old rows are, and how long those are
+# that engines generate and those that are trained: the same ones.
 
 
 # %%

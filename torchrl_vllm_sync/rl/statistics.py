@@ -610,10 +610,10 @@ def _table(rows: TensorDictBase, step: int, reward: NestedKey, number: int) -> l
     ]
 
 
-def _log_table(logger: Logger, name: str, table: list[list[Any]], step: int) -> None:
+def _log_table(logger: Any, name: str, table: list[list[Any]], step: int) -> None:
     # By class: what stands for a logger in another process is an instance of its class, for
     # TorchRL, and takes any method.
-    kind, logger = type(logger), cast("Any", logger)
+    kind = type(logger)
     if issubclass(kind, DashboardLogger):
         if logger.also:
             _log_table(logger.also, name, table, step)
