@@ -58,10 +58,11 @@ from benchmarks.grpo_systems import (
     options_of,
 )
 from benchmarks.live_engines import record_name
-from benchmarks.phases import Clock, GPUUse
+from benchmarks.phases import Clock
 from benchmarks.record import Recorder
 from benchmarks.shapes import save_shape
 from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.observe.gpus import GPUUse
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 COLLECT = ("wait", "encode", "generate", "rows", "environment", "reward", "advantage", "buffer")

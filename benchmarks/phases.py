@@ -1,20 +1,17 @@
-"""Where the time of a step goes: seconds by phase, and the share in which each GPU is busy."""
+"""Where the time of a step goes: seconds by phase."""
 
 from __future__ import annotations
 
 import functools
-import statistics
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-POLL_S = 0.02
 
 
 class Clock:
@@ -81,45 +78,3 @@ class Clock:
             name = self._open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
-
-
-class GPUUse:
-    """Polls NVML for the share of time in which each GPU runs anything.
-
-    NVML itself averages over the last 1/6 s to 1 s, so that only longer times say something.
-    """
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._polls: list[tuple[float, list[float]]] = []
-        self._ended = threading.Event()
-        self._nvml: Any = None
-        with suppress(ImportError):
-            import pynvml  # pyright: ignore[reportMissingImports]
-
-            self._nvml = pynvml
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-
-    def __enter__(self) -> GPUUse:
-        if self._nvml is not None and torch.cuda.is_available():
-            self._nvml.nvmlInit()
-            count = torch.cuda.device_count()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(at) for at in range(count)]
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._handles:
-            self._ended.set()
-            self._thread.join(timeout=10)
-            self._nvml.nvmlShutdown()
-
-    def _poll(self) -> None:
-        while not self._ended.wait(POLL_S):
-            rates = [self._nvml.nvmlDeviceGetUtilizationRates(one) for one in self._handles]
-            self._polls.append((time.perf_counter(), [one.gpu / 100 for one in rates]))
-
-    def between(self, begin: float, end: float) -> list[float] | None:
-        """Shares of each GPU between two times of ``time.perf_counter()``; ``None`` if unknown."""
-        polls = [shares for when, shares in self._polls if begin <= when <= end]
-        return [statistics.fmean(of_one) for of_one in zip(*polls, strict=True)] or None

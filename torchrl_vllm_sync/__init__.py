@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.staleness import VersionStamp as VersionStamp
     from torchrl_vllm_sync.rl.statistics import DashboardLogger as DashboardLogger
     from torchrl_vllm_sync.rl.statistics import GenerationStatistics as GenerationStatistics
+    from torchrl_vllm_sync.rl.statistics import RunLog as RunLog
     from torchrl_vllm_sync.rl.statistics import log_pushes as log_pushes
     from torchrl_vllm_sync.rl.statistics import log_rollouts as log_rollouts
     from torchrl_vllm_sync.rl.trainer import TrainerPolicy as TrainerPolicy

@@ -15,6 +15,7 @@ What PASS claims:
 - each step was trained on the prompts of the synchronous program's, so that no row is missing, and
   none came twice, however far ahead it was sampled;
 - no row that was trained is more than ``--staleness`` versions old;
+- none was discarded: of the rows generated, those not trained are the batches ahead at the end;
 - with ``--staleness 0`` each step's ESS is 1, as it is in the synchronous program;
 - of the tiny model: the mean reward of the last five steps is above 0.9; with ``--smoke``, of any:
   it is at most 0.1 below the first. Nothing of the reward on a real data set in a full run.
@@ -77,14 +78,18 @@ def parse_args(argv=None):
 # It is that of the synchronous program, which the library has as `GRPORun`, put together as a
 # configuration says: `torchrl-vllm-sync grpo train.sync=false train.max_staleness=2` runs the same
 # from a terminal. The loss corrects for staleness: it weighs each token by how likely trainer and
-# engine say it is, and clips.
+# engine say it is, and clips. `run.work` notes for the picture who works when, how old rows are,
+# and how long those are that engines generate and those that are trained: the same ones.
 
 
 # %%
 def train(args, service, tokenizer, checkpoint, run):
     """Runs the loop, notes it in ``run``, and yields each step."""
-    clock = results.Clock()
-    with tvs.GRPORun(args.config, service, tokenizer, checkpoint=checkpoint) as training:
+    clock, keep = results.Clock(), run.work.keep  # which only notes how long the answers are
+    with (
+        run.work.watching(service),
+        tvs.GRPORun(args.config, service, tokenizer, checkpoint=checkpoint, keep=keep) as training,
+    ):
         for _, step in zip(results.counted(args), training, strict=False):
             yield run.add(step, clock)
 

@@ -1,15 +1,12 @@
-"""Phases add up, belong to the innermost, and NVML's polls are averaged within their window."""
+"""Phases add up and belong to the innermost."""
 
-import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import phases
-from benchmarks.phases import Clock, GPUUse
+from benchmarks.phases import Clock
 
 
 @pytest.fixture
@@ -72,34 +69,3 @@ def test_a_phase_ends_where_its_call_fails(clock):
             run()
         clock.now.append(2)
     assert clock.take() == {"step": 2, "failing": 1}
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    """Two GPUs, of which the second is busy for 3/4 of the time."""
-    fake = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUtilizationRates=lambda index: SimpleNamespace(gpu=75 * index),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-
-@pytest.mark.usefixtures("nvml")
-def test_every_gpu_has_the_mean_of_its_polls_within_the_window():
-    with GPUUse() as use:
-        begin, deadline = time.perf_counter(), time.monotonic() + 10
-        while (shares := use.between(begin, time.perf_counter())) is None:
-            assert time.monotonic() < deadline, "NVML was not polled"
-            time.sleep(0.01)
-        assert shares == [0.0, 0.75]
-        assert use.between(begin - 2, begin - 1) is None
-
-
-def test_without_nvml_or_gpus_nothing_is_known(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with GPUUse() as use:
-        assert use.between(0.0, time.perf_counter()) is None

@@ -27,6 +27,7 @@ SPOKEN_OF = {
     "QueueLengthScaling",
     "RayReplayBuffer",
     "RolloutCorrection",
+    "RunLog",
     "register_strategy",
     "save_timeline",
     "ServiceStatus",

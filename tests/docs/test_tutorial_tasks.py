@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import set_list_to_stack
+from tensordict import TensorDict, set_list_to_stack
 
 from tests.unit.test_policy import TOKENIZER, CannedService
-from torchrl_vllm_sync import TextReward
+from torchrl_vllm_sync import LoadReport, PushReport, TextReward
 from torchrl_vllm_sync.rl import grpo, tasks
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
@@ -215,3 +215,59 @@ def test_rows_that_are_lost_late_or_too_old_are_no_pass(tutorial):
     assert len(found([asked[0], asked[1], asked[2][1:]], 0, 1, 1)) == 1
     args.staleness = 0
     assert found(asked, 0, 0, 0) == ["effective sample size 0.9000"]
+
+
+def answers(*sampled_by):
+    """Rows whose answers have so many tokens, of these versions, padded on the right."""
+    longest = max(map(len, sampled_by))
+    versions = [[*one, *[-1] * (longest - len(one))] for one in sampled_by]
+    return TensorDict(
+        {("policy_versions", "response"): torch.tensor(versions)}, batch_size=len(versions)
+    )
+
+
+def test_rows_that_were_thrown_away_are_no_pass(tutorial):
+    work = tutorial("common.work").Work()
+    batches = [answers([0, 0, 0], [0]), answers([0, 1], [1, 1, 1])]
+    assert all(work.keep(batch) for batch in batches)
+    work.train(batches[0], torch.zeros(2, 1, dtype=torch.int64))
+    assert (work.generated, work.trained, work.ages) == ([3, 1, 2, 3], [3, 1], [0, 0])
+    assert work.shortcomings(2) == []
+    assert work.shortcomings(1) == ["2 rows were generated and not trained, above 1"]
+    work.trained.append(4)
+    assert work.shortcomings(2) == ["1 trained rows have lengths that no engine generated"]
+
+
+def test_the_picture_shows_who_worked_when(tutorial):
+    from matplotlib import pyplot as plt
+
+    tutorial("common.claims")
+    work = tutorial("common.work").Work(generated=[1, 2, 2, 60], trained=[2, 60], ages=[0, 2, 2])
+    for step in range(3):
+        work.trainer += [("wait_s", step, step + 0.25), ("train_s", step + 0.25, step + 0.5)]
+        loaded = {"replica_id": "0", "version": step, "began_at": step + 0.5, "stage_s": 0.125}
+        report = LoadReport(**loaded, load_s=0.25)
+        push = {"began_at": step + 0.5, "seconds": 0.5, "version": step, "replicas": [report]}
+        work.pushes.append(PushReport(**push))
+    work.in_flight = [(at / 4, {"0": at % 2, "1": 0}) for at in range(12)]
+    figure = plt.figure()
+    work.draw(figure)
+    when, ages, lengths = figure.axes
+    shown = {}
+    for one in when.collections:
+        spans = [path.get_extents() for path in one.get_paths()]
+        shown[one.get_label()] = [(round(box.x0, 3), round(box.x1, 3)) for box in spans]
+    plt.close(figure)
+    assert [one.get_text() for one in when.get_yticklabels()] == [
+        "trainer",
+        "replica 0",
+        "replica 1",
+    ]
+    assert shown["wait"] == [(0, 0.25), (1, 1.25), (2, 2.25)]
+    assert shown["train"] == [(0.25, 0.5), (1.25, 1.5), (2.25, 2.5)]
+    assert shown["push"] == [(0.5, 1), (1.5, 2)]  # the window ends with the last part
+    assert shown["generate"][0] == (0.25, 0.5)
+    pauses = next(one for one in when.collections if one.get_label().startswith("_"))
+    assert [round(path.get_extents().x0, 3) for path in pauses.get_paths()] == [0.625, 1.625]
+    assert [one.get_height() for one in ages.patches] == [1, 0, 2]
+    assert sum(one.get_height() for one in lengths.patches[:-1]) == 4

@@ -1,22 +1,29 @@
-"""Pushes and rollouts in TorchRL's own loggers."""
+"""Pushes, rollouts and whole runs in TorchRL's own loggers."""
 
+import csv as csv_module
 import math
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
-from torchrl.record.loggers import CSVLogger, TensorboardLogger
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, pad_sequence
+from torchrl.record.loggers import CSVLogger, ProcessLogger, TensorboardLogger, WandbLogger
 
 from tests.fakes.rl import Service, stamped_rows
 from torchrl_vllm_sync import (
     DashboardLogger,
     LoadReport,
     PushReport,
+    RunLog,
     log_pushes,
     log_rollouts,
 )
-from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl import statistics as statistics_module
 from torchrl_vllm_sync.weights.push import VersionHooks
 
 LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
@@ -246,3 +253,273 @@ def test_the_dashboard_gets_figures_of_single_rows_and_other_loggers_do_not(csv,
         "rollout/reward by row": [1.0, 0.5],
         "rollout/response_length by row": [3, 1],
     }
+
+
+# ---------------------------------------------------------------- a whole run by one call
+
+
+class Training(Pushes):
+    """A service that trains: its version is that of its last push."""
+
+    weight_version = 5
+
+
+def told(rows, trainer, engine=None):
+    """Rows of a prompt and two tokens, with texts and with log-probabilities of both sides."""
+    number = len(rows)
+    engine = engine or [[math.nan, -1.0, -2.0]] * number
+    rows["log_probs", "full"] = torch.tensor(engine)
+    rows["trainer_log_probs", "full"] = torch.tensor(trainer)
+    rows["masks", "all_assistant_mask"] = torch.tensor([[False, True, True]] * number)
+    return with_texts(rows)
+
+
+def with_texts(rows):
+    rows["text", "prompt"] = NonTensorStack(*[f"question {at}" for at in range(len(rows))])
+    rows["text", "response"] = NonTensorStack(*[f'a|b\n"{at}", <i>' for at in range(len(rows))])
+    rows["next", "reward"] = torch.arange(len(rows), dtype=torch.float32).view(-1, 1, 1)
+    return rows
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes by ``clock.append(seconds)`` alone."""
+    passed = [100.0]
+    monkeypatch.setattr(statistics_module.time, "perf_counter", lambda: sum(passed))
+    return passed
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    """As on a machine without: NVML is not asked."""
+    monkeypatch.setattr(statistics_module.GPUUse, "between", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_one_call_logs_a_step_and_pushes_are_logged_as_they_commit(csv, clock):
+    service = Training()
+    rows = told(stamped_rows([1, 1], [4, 4], padded=True), [[0.0, -1.5, -2.0], [0.0, -1.0, -1.0]])
+    with RunLog(csv, service) as log:
+        clock.append(2.0)
+        loss = TensorDict({"ESS": torch.tensor(0.75), "parts": {"kl": torch.tensor([1.0, 2.0])}})
+        correction = {"ess": None, "kl": 0.5}
+        found = log(rows, 7, loss=loss, mismatch=correction, lr=1e-3)
+        service.push(6)
+        clock.append(4.0)
+        assert log(rows, 8)["step/tokens_per_s"] == 1.0
+    service.push(7)
+    written = scalars(csv)
+    assert {name: dict(value)[7] for name, value in written.items() if 7 in dict(value)} == {
+        name: pytest.approx(value) for name, value in found.items()
+    }
+    assert written["push/seconds"] == [(6, 0.5)]
+    assert written["step/seconds"] == [(7, 2.0), (8, 4.0)]
+    assert {name: found[name] for name in found if not name.startswith("rollout")} == {
+        "step/seconds": 2.0,
+        "step/tokens_per_s": 2.0,
+        "loss/ESS": 0.75,
+        "loss/parts/kl": 1.5,
+        "mismatch/kl": 0.5,
+        "lr": 1e-3,
+    }
+    assert (found["rollout/staleness"], found["rollout/reward"]) == (2.5, 0.5)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
+def test_mismatch_and_ess_are_those_of_numpy(csv, padded):
+    draw = np.random.default_rng(0)
+    engine, trainer = -draw.exponential(size=(2, 5, 9)).astype(np.float32)
+    engine[:, :4] = np.nan
+    lengths = [9, 8, 7, 6, 5]
+    rows = [
+        TensorDict(
+            {
+                "log_probs": {"full": torch.tensor(one[:width])},
+                "trainer_log_probs": {"full": torch.tensor(other[:width])},
+                "masks": {"all_assistant_mask": torch.arange(width) >= 4},
+            }
+        )
+        for one, other, width in zip(engine, trainer, lengths, strict=True)
+    ]
+    batch = LazyStackedTensorDict(*rows, stack_dim=0)
+    if padded:
+        batch = pad_sequence(rows)  # with zeros, which no mask counts
+    taken = np.arange(9)[None] < np.array(lengths)[:, None]
+    taken[:, :4] = False
+    d = (trainer.astype(float) - engine)[taken]
+    weights = np.exp(d)
+    found = log_rollouts(csv, batch)
+    assert found == {
+        "rows": 5,
+        "abs_log_ratio": pytest.approx(np.abs(d).mean()),
+        "abs_log_ratio_max": pytest.approx(np.abs(d).max()),
+        "kl": pytest.approx((np.exp(d) - 1 - d).mean()),
+        "ess": pytest.approx(weights.sum() ** 2 / (d.size * (weights**2).sum())),
+    }
+    for row in batch.unbind(0):
+        row["masks", "all_assistant_mask"][:] = True  # what the engine did not sample is left out
+    if padded:
+        batch["masks", "all_assistant_mask"] &= torch.tensor(taken)
+    assert log_rollouts(csv, batch)["ess"] == found["ess"]
+    del batch["trainer_log_probs"]
+    assert log_rollouts(csv, batch) == {"rows": 5}
+
+
+def test_weights_too_great_for_a_float_have_an_effective_sample_size(csv):
+    rows = told(stamped_rows([1, 1], padded=True), [[0.0, 999.0, 999.0]])
+    rows["log_probs", "full"] = torch.tensor([[math.nan, -1.0, -1.0]])
+    assert log_rollouts(csv, rows)["ess"] == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize(
+    ("change", "figures", "error", "names"),
+    [
+        ({"trainer_log_probs": [[0.0, math.nan, -1.0]]}, {}, RowLayoutError, "trainer_log_probs"),
+        ({"trainer_log_probs": [[0.0, -1.0]]}, {}, RowLayoutError, "trainer_log_probs"),
+        ({"log_probs": [[-1.0]]}, {}, RowLayoutError, "'log_probs'"),
+        ({}, {"loss": {"ESS": "high"}}, UnsupportedArgumentError, "loss/ESS"),
+        ({}, {"lr": object()}, UnsupportedArgumentError, "lr"),
+        ({("text", "response"): torch.ones(1)}, {}, UnsupportedArgumentError, "response"),
+        ({"step": -1}, {}, UnsupportedArgumentError, "step"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_is_logged(csv, change, figures, error, names):
+    rows, step = told(stamped_rows([1, 1], padded=True), [[0.0, -1.0, -1.0]]), 0
+    for key, value in change.items():
+        if key == "step":
+            step = value
+        elif isinstance(value, list):
+            rows[key, "full"] = torch.tensor(value)
+        else:
+            rows[key] = value
+    with RunLog(csv, Training()) as log, pytest.raises(error, match=names):
+        log(rows, step, **figures)
+    assert scalars(csv) == {}
+    assert not [*Path(csv.experiment.log_dir).glob("texts/*")]
+    with pytest.raises(UnsupportedArgumentError, match="samples"):
+        RunLog(csv, samples=-1)
+
+
+def table(logger):
+    with (Path(logger.experiment.log_dir) / "texts/rollout/samples.csv").open(newline="") as file:
+        return list(csv_module.DictReader(file))
+
+
+def test_samples_are_a_file_for_csv(csv):
+    rows = with_texts(stamped_rows([3], [1, 2], [4], [5], [5], padded=True))
+    with RunLog(csv, samples=3) as log:
+        log(rows, 0)
+        log(rows[:1], 1)
+    lines = table(csv)
+    assert [(one["step"], one["version"], one["reward"], one["prompt"]) for one in lines] == [
+        ("0", "3", "0.0", "question 0"),
+        ("0", "4", "2.0", "question 2"),
+        ("0", "5", "4.0", "question 4"),
+        ("1", "3", "0.0", "question 0"),
+    ]
+    assert [one["answer"] for one in lines[:2]] == ['a|b\n"0", <i>', 'a|b\n"2", <i>']
+
+
+def test_of_samples_too_what_is_unknown_is_left_out(csv):
+    rows = TensorDict({"text": {"response": NonTensorStack("yes")}}, batch_size=1)
+    with RunLog(csv) as log:
+        assert set(log(rows, 0)) >= {"rollout/rows", "step/seconds"}
+    assert table(csv) == [{"step": "0", "version": "", "reward": "", "prompt": "", "answer": "yes"}]
+
+
+def test_no_samples_where_none_are_asked_for_or_there_are_no_texts(csv):
+    with RunLog(csv, samples=0) as none, RunLog(csv) as log:
+        none(with_texts(stamped_rows([1], padded=True)), 0)
+        log(stamped_rows([1], padded=True), 0)
+        log(with_texts(stamped_rows([1], padded=True))[:0], 0)
+    assert not [*Path(csv.experiment.log_dir).glob("texts/*")]
+
+
+def test_samples_are_text_for_tensorboard_behind_the_dashboard_too(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorboardLogger("run", str(tmp_path))
+    with RunLog(DashboardLogger(Board(), logger)) as log:
+        log(with_texts(stamped_rows([3], padded=True)), 9)
+    logger.experiment.close()
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    (found,) = events.Tensors("rollout/samples/text_summary")
+    head, _, line = found.tensor_proto.string_val[0].decode().splitlines()
+    assert (found.step, head) == (9, "| step | version | reward | prompt | answer |")
+    assert line == '| 9 | 3 | 0.0 | question 0 | a\\|b<br>"0", &lt;i&gt; |'
+
+
+def test_samples_are_text_for_loggers_that_take_it():
+    class Texts:
+        def __init__(self):
+            self.texts = []
+
+        def log_metrics(self, metrics, step=None):
+            pass
+
+        def log_str(self, name, value, step=None):
+            self.texts.append((name, value.count("\n"), step))
+
+    rows, texts = with_texts(stamped_rows([3], [3], padded=True)), Texts()
+    with RunLog(texts) as log:
+        log(rows, 1)
+    assert texts.texts == [("rollout/samples", 3, 1)]
+
+
+def test_a_logger_in_another_process_gets_the_figures_and_no_table(csv):
+    there = Path(csv.log_dir) / "there"
+    logger = ProcessLogger(CSVLogger, exp_name="run", log_dir=str(there))
+    try:
+        with RunLog(logger) as log:
+            log(with_texts(stamped_rows([3], padded=True)), 1)
+    finally:
+        logger.shutdown()
+    assert (there / "run/scalars/rollout/reward.csv").read_text() == "1,0.0\n"
+    assert not [*there.glob("run/texts/*")]
+
+
+def test_samples_are_a_table_for_wandb(monkeypatch):
+    table = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=table))
+    logger, logged = object.__new__(WandbLogger), {}
+    monkeypatch.setattr(logger, "log_metrics", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(
+        logger, "log_scalar", lambda name, value, step: logged.update({name: (value, step)})
+    )
+    with RunLog(logger) as log:
+        log(with_texts(stamped_rows([3], padded=True)), 2)
+    shown, step = logged["rollout/samples"]
+    assert (shown.columns, step) == (["step", "version", "reward", "prompt", "answer"], 2)
+    assert shown.data == [[2, 3, 0.0, "question 0", 'a|b\n"0", <i>']]
+
+
+def test_gpus_are_logged_where_they_are_known(monkeypatch, csv, clock):
+    monkeypatch.setattr(
+        statistics_module.GPUUse,
+        "between",
+        lambda _, *window: [0.25, 0.75] * (window == (100, 102)),
+    )
+    with RunLog(csv) as log:
+        clock.append(2.0)
+        found = log(TensorDict({}, batch_size=1), 0)
+        later = log(TensorDict({}, batch_size=1), 1)
+    assert found == {
+        "rollout/rows": 1,
+        "step/seconds": 2.0,
+        "step/gpu_0_busy": 0.25,
+        "step/gpu_1_busy": 0.75,
+        "step/gpu_busy": 0.5,
+    }
+    assert set(later) == {"rollout/rows", "step/seconds"}
+
+
+def test_nothing_stays_behind_a_run(csv):
+    service = Training()
+    for _ in range(2):
+        with RunLog(csv, service):
+            pass
+        assert "gpu-use" not in [one.name for one in threading.enumerate()]
+    service.push(1)
+    assert scalars(csv) == {}

@@ -8,15 +8,20 @@ import os
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 
 from tests.fakes.observe import HOSTILE, Moving, hostile, troubled
+from tests.fakes.rl import stamped_rows
+from torchrl_vllm_sync import DashboardLogger, PushReport, RunLog
 from torchrl_vllm_sync.errors import ServiceClosedError
 from torchrl_vllm_sync.observe.page import Dashboard, History, _sample_of
 from torchrl_vllm_sync.observe.views import UNKNOWN, printable
+from torchrl_vllm_sync.weights.push import VersionHooks
 
 PLOTS = ("in_flight", "waiting", "kv", "tokens", "ttft", "itl", "version")
 
@@ -104,6 +109,31 @@ def test_what_a_run_logged_has_a_plot_or_a_histogram(browse):
     heights = [float(one) for one in re.findall(r'class="bar"[^>]* height="([\d.]+)"', logged)]
     assert heights == [pytest.approx(3 * heights[1]), pytest.approx(30.5)]
     assert "<img" not in page
+
+
+def test_a_run_that_logs_to_it_is_shown_beside_its_engines(browse):
+    hooks, rows = VersionHooks(), stamped_rows([1, 1, 4], [4], padded=True)
+    rows["next", "reward"] = torch.tensor([[[1.0]], [[0.5]]])
+    service = SimpleNamespace(register_version_hook=hooks.register, weight_version=5)
+    with filled(troubled) as board, RunLog(DashboardLogger(board), service) as log:
+        before = browse(board.url, "--dump-dom")
+        log(rows, 0, loss={"ESS": 0.875})
+        pushed = {"began_at": 1.0, "version": 6, "transport": "memmap", "seconds": 0.125}
+        hooks.announce(PushReport(**pushed))
+        board._sample(board._look)
+        page = browse(board.url, "--dump-dom")
+    assert "rollout/reward" not in before
+    (logged,) = re.findall(r'id="logged">.*?</section>', page, re.DOTALL)
+    titles = [re.sub(r"\s+", " ", one) for one in texts(logged, "h2")]
+    for name, value in {
+        "rollout/reward": "0.75",
+        "rollout/staleness": "2.5",
+        "loss/ESS": "0.875",
+        "push/seconds": "0.125",
+    }.items():
+        assert f"{name} {value}" in titles, titles
+    assert any(one.startswith("rollout/staleness by row at") for one in titles)
+    assert len(texts(page, "tr")) == len(texts(before, "tr")) > 1  # of the engines
 
 
 def test_a_file_is_shown_as_such_with_its_gaps_joined(browse, tmp_path):

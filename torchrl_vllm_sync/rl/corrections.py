@@ -221,10 +221,7 @@ class RolloutCorrection(Transform):
             of |= {"noise_": sampled & ~is_stale, "stale_": sampled & is_stale}
         with COUNTING:
             for name, chosen in of.items():
-                far = log_ratio[chosen].double()
-                most = far.abs().max() if far.numel() else far.new_zeros(())
-                sums = far.abs().sum(), most, (far.expm1() - far).sum(), (chosen & ~kept).sum()
-                new = [float(far.numel()), *map(float, sums)]
+                new = [*deviations(log_ratio[chosen]), float((chosen & ~kept).sum())]
                 old = self._counts.setdefault(name, [0.0] * _COUNTS)
                 self._counts[name] = [a + b for a, b in zip(old, new, strict=True)]
                 self._counts[name][2] = max(old[2], new[2])
@@ -259,6 +256,13 @@ class RolloutCorrection(Transform):
         with COUNTING:
             self._counts: dict[str, list[float]] = {}
             self._effective = [0.0] * 3  # sums of weights, of their squares, and of tokens
+
+
+def deviations(log_ratio: Tensor) -> list[float]:
+    """How many there are, the sum and maximum of ``|d|``, and the sum of ``exp(d) - 1 - d``."""
+    far = log_ratio.double()
+    most = far.abs().max() if far.numel() else far.new_zeros(())
+    return [float(far.numel()), *map(float, (far.abs().sum(), most, (far.expm1() - far).sum()))]
 
 
 def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -36,9 +36,9 @@ from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from tensordict import TensorDictBase
+    from tensordict import TensorDict, TensorDictBase
     from torchrl.envs import TransformedEnv
 
     from torchrl_vllm_sync.replica import PushReport
@@ -212,8 +212,15 @@ class GRPOStep:
     version: int  # the trainer's when it began: rows of it were 0 versions old
     figures: dict[str, float]  # of its optimizer steps: the least ESS, and means
     push: PushReport | None  # of the weights after it
+    began_at: float  # Unix seconds
     wait_s: float  # until the rows were there
     train_s: float  # of all optimizer steps
+
+    @property
+    def parts(self) -> list[tuple[str, float, float]]:
+        """What the trainer did, from when to when, in Unix seconds."""
+        sampled = self.began_at + self.wait_s
+        return [("wait_s", self.began_at, sampled), ("train_s", sampled, sampled + self.train_s)]
 
 
 class GRPORun:
@@ -240,6 +247,7 @@ class GRPORun:
         tokenizer: The checkpoint's.
         task: Prompts and the reward of their answers, instead of those of ``env.dataset``.
         checkpoint: What the trainer loads, if it is not ``model.name``.
+        keep: ``RolloutCollector``'s.
 
     Raises:
         ConfigError: Settings are no such or do not go together.
@@ -254,6 +262,7 @@ class GRPORun:
         *,
         task: tuple[Iterable[dict[str, Any]], TextReward] | None = None,
         checkpoint: str | None = None,
+        keep: Callable[[TensorDict], bool] | None = None,
     ) -> None:
         config.check()
         prompts, reward = task or load_task(config)
@@ -268,6 +277,7 @@ class GRPORun:
             dialog_turns_per_batch=num_rows,
             total_dialog_turns=config.num_batches * num_rows,
             max_staleness=config.staleness,
+            keep=keep,
         )
         self._advantage = GroupAdvantage(grpo_size=env.repeats)
 
@@ -275,7 +285,7 @@ class GRPORun:
         train, unpushed = self.config.train, 0
         sampling = iter(self.collector)
         for number in range(self.config.num_batches):
-            began = time.perf_counter()
+            began_at, began = time.time(), time.perf_counter()
             rows: Any = self._advantage.inv(next(sampling))
             sampled, version = time.perf_counter(), self.service.weight_version
             figures = self._learn(rows)
@@ -292,6 +302,7 @@ class GRPORun:
                     for name in figures[0]
                 },
                 push=push,
+                began_at=began_at,
                 wait_s=sampled - began,
                 train_s=trained - sampled,
             )

@@ -1,18 +1,29 @@
-"""How the rows of a batch were generated, and pushes and rollouts in TorchRL's loggers."""
+"""How the rows of a batch were generated, and whole runs in TorchRL's loggers."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import html
 import math
-from typing import TYPE_CHECKING, Any, cast
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.tensor_specs import Composite, Unbounded
 from torchrl.envs.transforms import Transform
+from torchrl.record.loggers import CSVLogger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.common import Logger
 
-from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.checks import check_integer
+from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.observe.gpus import GPUUse
 from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl.corrections import deviations
 from torchrl_vllm_sync.rl.staleness import (
     COUNTING,
     VersionLike,
@@ -43,6 +54,8 @@ _DTYPES = {
 }
 _UNKNOWN = {torch.int64: -1, torch.bool: False, torch.float32: math.nan}
 _ATTENTION_MASK = ("masks", "all_attention_mask")
+_SAMPLED = ("masks", "all_assistant_mask")
+_ENGINE, _TRAINER = ("log_probs", "full"), ("trainer_log_probs", "full")
 _REQUIRED = (
     keys.RESPONSE_VERSIONS,
     keys.FINISH_REASON,
@@ -209,13 +222,13 @@ def _count(rows: TensorDictBase, key: NestedKey, chosen: Callable[..., Any]) -> 
     return torch.stack([chosen(row).sum() for row in entry])
 
 
-def _texts(entry: Any) -> list[str]:
+def _texts(entry: Any, key: NestedKey = keys.FINISH_REASON) -> list[str]:
     if entry is None or isinstance(entry, torch.Tensor):
-        raise UnsupportedArgumentError(f"{keys.FINISH_REASON!r} must hold text, got {entry!r}")
+        raise UnsupportedArgumentError(f"{key!r} must hold text, got {entry!r}")
     return entry if isinstance(entry, list) else entry.tolist()
 
 
-# ---- Pushes and rollouts in TorchRL's loggers
+# ---- Runs in TorchRL's loggers
 
 
 class DashboardLogger(Logger):
@@ -293,7 +306,7 @@ class DashboardLogger(Logger):
 def _numbers(name: str, value: Any) -> Any:
     """A number for one value, and a list for several."""
     try:
-        tensor = torch.as_tensor(value).detach().double()
+        tensor = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:  # as torch says it of other values
         raise UnsupportedArgumentError(
             f"{name!r} must be a number or several, got {value!r}"
@@ -359,7 +372,11 @@ def log_rollouts(
 
     That is how many ``rows`` and sampled ``tokens`` there are, the mean ``reward``, mean and
     greatest age in versions of the rows' oldest tokens (``staleness``, ``staleness_max``), and
-    means of what ``GenerationStatistics`` finds, by its names; nothing that is not known.
+    means of what ``GenerationStatistics`` finds, by its names; nothing that is not known. Of rows
+    with ``("trainer_log_probs", "full")`` beside ``("log_probs", "full")`` also how far trainer and
+    engine are apart, as ``abs_log_ratio``, ``abs_log_ratio_max`` and ``kl``, which are those of
+    ``RolloutCorrection.summary``, and the effective sample size ``ess`` of the trainer's over the
+    engine's probabilities, 0 to 1.
     A ``DashboardLogger`` also shows how lengths, ages and rewards are distributed over the rows.
 
     Example:
@@ -379,23 +396,60 @@ def log_rollouts(
     Raises:
         UnsupportedArgumentError: ``batch`` is no TensorDict, or ``version`` tells no version.
         UnstampedRowsError: Rows carry some of the wrapper's stamps and lack others.
+        RowLayoutError: Log-probabilities are missing for a sampled token, or of another shape than
+            ``("masks", "all_assistant_mask")``.
     """
+    by_row, found = _figures(batch, version, reward)
+    _log(logger, prefix, found, step)
+    _show_by_row(logger, prefix, by_row)
+    return found
+
+
+def _show_by_row(logger: Logger, prefix: str, by_row: dict[str, torch.Tensor]) -> None:
+    if isinstance(logger, DashboardLogger):
+        for name in {"staleness", "reward", "response_length"} & by_row.keys():
+            if len(values := by_row[name]) > 1:
+                logger.board.log(f"{prefix}/{name} by row", values.tolist())
+
+
+def _figures(
+    batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What is known of rows, and what is logged of that."""
     if not isinstance(batch, TensorDictBase):
         why = "a collector with a replay buffer yields None: log rows of the buffer[:]"
         raise UnsupportedArgumentError(f"batch must be a TensorDict, got {batch!r}; {why}")
     found = {"rows": float(batch.batch_size.numel())}
-    by_row = _by_row(batch, version, reward) if found["rows"] else {}
+    if not found["rows"]:
+        return {}, found
+    by_row = _by_row(batch, version, reward)
     found |= {name: float(values.mean()) for name, values in by_row.items()}
     if "response_length" in by_row:
         found["tokens"] = float(by_row["response_length"].sum())
     if "staleness" in by_row:
         found["staleness_max"] = float(by_row["staleness"].max())
-    _log(logger, prefix, found, step)
-    if isinstance(logger, DashboardLogger):
-        for name in {"staleness", "reward", "response_length"} & by_row.keys():
-            if len(values := by_row[name]) > 1:
-                logger.board.log(f"{prefix}/{name} by row", values.tolist())
-    return found
+    return by_row, found | _mismatch(batch.reshape(-1))
+
+
+def _mismatch(rows: TensorDictBase) -> dict[str, float]:
+    """How far trainer and engine are apart on sampled tokens, where rows have what both say."""
+    entries = {key: _entry(rows, key) for key in (_SAMPLED, _ENGINE, _TRAINER)}
+    if any(entry is None for entry in entries.values()):
+        return {}
+    for key, entry in entries.items():
+        for at, (one, mask) in enumerate(zip(entry, entries[_SAMPLED], strict=True)):
+            if one.shape != mask.shape:
+                raise RowLayoutError(key, f"row {at} has {[*one.shape]}, its mask {[*mask.shape]}")
+    mask, engine, trainer = (torch.cat([*entry]) for entry in entries.values())
+    far = (trainer.double() - engine.double())[mask.bool() & ~engine.isnan()]
+    if not far.isfinite().all():
+        raise RowLayoutError(_TRAINER, "a sampled token has no finite log-probability")
+    num, total, most, kl = deviations(far)
+    if not num:
+        return {}
+    ess = (2 * far.logsumexp(0) - (2 * far).logsumexp(0)).exp() / num
+    means = {"abs_log_ratio": total / num, "abs_log_ratio_max": most, "kl": kl / num}
+    return means | {"ess": float(ess)}
 
 
 def _by_row(
@@ -413,3 +467,177 @@ def _by_row(
         found["reward"] = torch.cat([one.flatten() for one in parts]).double()
     known = {name: one if name == "reward" else _known(one) for name, one in found.items()}
     return {name: values for name, values in known.items() if len(values)}
+
+
+class RunLog:
+    """Logs all of a training step by one call, and between the calls each push.
+
+    ======================= ======================================================================
+    names                   what
+    ======================= ======================================================================
+    ``rollout/...``         reward, lengths, staleness and so on: see :func:`log_rollouts`
+    ``push/...``            each push as it commits: see :func:`log_pushes`
+    ``step/seconds``        from the call before to this one; the first time from ``with`` on
+    ``step/tokens_per_s``   sampled tokens of the rows, by those seconds
+    ``step/gpu_<n>_busy``   share of the seconds in which a GPU that this process may use ran
+                            anything, 0 to 1, and ``step/gpu_busy``, their mean; by NVML
+    ``rollout/samples``     a table of some rows: step, version (the oldest), reward, prompt, answer
+    ======================= ======================================================================
+
+    The table is a file of CSV in a ``CSVLogger``'s folder, ``texts/rollout/samples.csv``, a table
+    of W&B's, and else text in Markdown, for loggers that take text: ``TensorboardLogger``, and
+    those with ``log_str``. Others have none. What is not known is left out.
+
+    Example:
+        >>> with RunLog(WandbLogger("grpo"), service) as log:
+        ...     for step, rows in enumerate(collector):
+        ...         loss = loss_fn(rows)
+        ...         log(rows, step, loss=loss)  # loss/ESS, loss/kl_approx, ...
+        ...         service.push_weights(model)
+
+    Args:
+        logger: One of TorchRL's loggers; a ``DashboardLogger`` shows it beside the engines.
+        service: Whose pushes, and versions, which tell how old rows are. ``None``: of none.
+        reward: Entry of the rewards.
+        samples: How many rows the table has of a step, at equal distances; 0 for no table.
+
+    Raises:
+        UnsupportedArgumentError: ``samples`` is no number of rows.
+    """
+
+    def __init__(
+        self,
+        logger: Logger,
+        service: AsyncVLLM | LocalLLM | None = None,
+        *,
+        reward: NestedKey = ("next", "reward"),
+        samples: int = 4,
+    ) -> None:
+        check_integer("samples", samples, 0)
+        self.logger, self.service, self.reward, self.samples = logger, service, reward, samples
+        self._gpus, self._open = GPUUse(), contextlib.ExitStack()
+        self._since = 0.0
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as entered:
+            if self.service is not None:
+                entered.callback(log_pushes(self.service, self.logger))
+            entered.enter_context(self._gpus)
+            self._open = entered.pop_all()
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def __call__(self, rows: TensorDictBase, step: int, **figures: Any) -> dict[str, float]:
+        """Logs a step. Before its push, rows are as old as they were trained.
+
+        Args:
+            rows: Those that were trained, of any shape, ragged or padded.
+            step: The number of the step.
+            **figures: More of them, by name: a number, a tensor, whose mean counts, or several in
+                a dictionary or a TensorDict, such as a loss or ``RolloutCorrection.summary()``,
+                which are named ``<name>/<key>``. ``None`` is not known.
+
+        Returns:
+            What was logged, by its full name.
+
+        Raises:
+            UnsupportedArgumentError: A figure is no number, or an argument no such thing.
+            UnstampedRowsError: As for ``log_rollouts``.
+            RowLayoutError: See there.
+        """
+        check_integer("step", step, 0)
+        by_row, of_rows = _figures(rows, self.service, self.reward)
+        table = _table(rows, step, self.reward, self.samples)
+        found = {f"rollout/{name}": value for name, value in of_rows.items()}
+        for name, value in figures.items():
+            found |= _flat(name, value)
+        now = time.perf_counter()
+        seconds, busy = now - self._since, self._gpus.between(self._since, now) or []
+        found["step/seconds"] = seconds
+        if "tokens" in of_rows:
+            found["step/tokens_per_s"] = of_rows["tokens"] / seconds
+        found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
+        if busy:
+            found["step/gpu_busy"] = statistics.fmean(busy)
+        self._since = now
+        self.logger.log_metrics(found, step=step)
+        _show_by_row(self.logger, "rollout", by_row)
+        if table:
+            _log_table(self.logger, "rollout/samples", table, step)
+        return found
+
+
+def _flat(name: str, value: Any) -> dict[str, float]:
+    """One figure, or those of a dictionary or TensorDict, by full name; without unknown ones."""
+    if is_tensor_collection(value):
+        value = value.to_tensordict().to_dict()
+    if isinstance(value, Mapping):
+        parts = [_flat(f"{name}/{key}", one) for key, one in value.items()]
+        return {key: one for part in parts for key, one in part.items()}
+    if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
+        return {}
+    numbers = _numbers(name, value)
+    return {name: statistics.fmean(numbers) if isinstance(numbers, list) else numbers}
+
+
+_COLUMNS = ("step", "version", "reward", "prompt", "answer")
+
+
+def _table(rows: TensorDictBase, step: int, reward: NestedKey, number: int) -> list[list[Any]]:
+    """Some of the rows, in the columns; none without answers, and ``None`` where one is unknown."""
+    if not number or not rows.batch_size.numel():
+        return []
+    rows = rows.reshape(-1)
+    if (answers := _entry(rows, ("text", "response"))) is None:
+        return []
+    chosen = torch.linspace(0, len(rows) - 1, min(number, len(rows))).round().long().tolist()
+    prompts, rewards = _entry(rows, ("text", "prompt")), _entry(rows, reward)
+    prompts = [None] * len(rows) if prompts is None else _texts(prompts, ("text", "prompt"))
+    versions = oldest_versions(rows, keys.POLICY_VERSION)
+    answers = _texts(answers, ("text", "response"))
+    return [
+        [
+            step,
+            None if versions[at] == keys.NO_VERSION else int(versions[at]),
+            None if rewards is None else float(rewards[at].sum()),
+            prompts[at],
+            answers[at],
+        ]
+        for at in chosen
+    ]
+
+
+def _log_table(logger: Any, name: str, table: list[list[Any]], step: int) -> None:
+    # By class: what stands for a logger in another process is an instance of its class, for
+    # TorchRL, and takes any method.
+    kind = type(logger)
+    if issubclass(kind, DashboardLogger):
+        if logger.also:
+            _log_table(logger.also, name, table, step)
+    elif issubclass(kind, CSVLogger):
+        path = Path(logger.experiment.log_dir) / "texts" / f"{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerows(table if file.tell() else [_COLUMNS, *table])
+    elif issubclass(kind, WandbLogger):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        logger.log_scalar(name, wandb.Table(columns=[*_COLUMNS], data=table), step=step)
+    elif issubclass(kind, TensorboardLogger):
+        logger.experiment.add_text(name, _markdown(table), step)
+    elif hasattr(kind, "log_str"):
+        logger.log_str(name, _markdown(table), step=step)
+
+
+def _markdown(table: list[list[Any]]) -> str:
+    """A table in GitHub's Markdown, in which all texts are shown as they are."""
+    lines = [_COLUMNS, ["---"] * len(_COLUMNS), *table]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else html.escape(str(value), quote=False)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common import results
 from common.results import shown
 from common.settings import ESS_AFTER_STEP, ESS_TOLERANCE
+from common.work import Work
 from torchrl_vllm_sync.rl.tasks import prompts
 
 if TYPE_CHECKING:
@@ -139,12 +140,15 @@ class AsyncRun:
 
     steps: list[AsyncStep] = field(default_factory=list)
     queries: list[list[str]] = field(default_factory=list)  # of each step, one for each row
+    work: Work = field(default_factory=Work)
 
     def add(self, step: GRPOStep, clock: Clock) -> AsyncStep:
         """Notes a step, and returns what is noted."""
         rows, push = step.rows, step.push
         staleness = step.version - rows["policy_version"]
         self.queries.append(list(rows["query"]))
+        self.work.train(rows, staleness)
+        self.work.trainer += step.parts
         self.steps.append(
             AsyncStep(
                 step=step.number,
@@ -177,7 +181,7 @@ def async_shortcomings(run: AsyncRun, args: argparse.Namespace) -> list[str]:
         found.append(f"a row was trained at age {oldest}, above {args.staleness}")
     if args.staleness == 0 and not ess >= 1 - ESS_TOLERANCE[args.dtype]:
         found.append(f"effective sample size {ess:.4f}")
-    return found
+    return found + run.work.shortcomings(args.staleness * args.batch_size)
 
 
 def conclude_async(args: argparse.Namespace, run: AsyncRun, problems: list[str]) -> int:
@@ -190,7 +194,7 @@ def conclude_async(args: argparse.Namespace, run: AsyncRun, problems: list[str])
     )
     ages = {"staleness": "mean", "max_staleness": "oldest", args.staleness: "bound"}
     panels = {"sample age, versions": ages, "rows across a push": {"across": ""}}
-    results.write(args, title, run.steps, panels)
+    results.write(args, title, run.steps, panels, below=run.work.draw)
     first, last = run.steps[0].reward, last_reward(run.steps)
     problems = problems + async_shortcomings(run, args)
     age = statistics.fmean(one.staleness for one in run.steps)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
 COLORS = ("tab:green", "tab:orange", "tab:red")
@@ -47,13 +47,14 @@ def write(
     panels: dict[str, Any],
     text: str = "",
     held_out: Sequence[float] = (),
+    below: Callable[[Any], None] | None = None,
     **rows: Sequence[Any],
 ) -> None:
     """Writes ``curve.png``, ``table.txt`` and CSV files to ``args.output``; prints the table.
 
     A panel below the reward is a label and the names of its lines: figures by their name in a step,
     or constants. ``held_out`` is the reward on other problems before the first step and after the
-    last one; ``rows`` are dataclasses of other kinds.
+    last one; ``below`` draws more below that; ``rows`` are dataclasses of other kinds.
     """
     args.output.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(filter(None, [table(steps), text]))
@@ -64,9 +65,11 @@ def write(
             writer.writeheader()
             writer.writerows(asdict(one) for one in some)
     with plt.rc_context(STYLE):
-        figure, (first, *rest) = plt.subplots(
-            1 + len(panels), figsize=(7, 7), sharex=True, layout="constrained"
-        )
+        figure = plt.figure(figsize=(7, 12 if below else 7), layout="constrained")
+        parts = figure.subfigures(2, height_ratios=(7, 5)) if below else (figure,)
+        first, *rest = parts[0].subplots(1 + len(panels), sharex=True)
+        if below:
+            below(parts[1])
         figure.suptitle(title, fontsize=10)
         first.set_ylabel("mean reward")
         first.plot([one.reward for one in steps], color="tab:blue")
