@@ -113,10 +113,8 @@ class OverService:
         return found
 
     def evaluate(self) -> float:
-        before = self.num_tokens
-        greedy = self.bench.policy(temperature=0.0)
-        (found,) = evaluate(self.arguments, self.bench.tokenizer, greedy)
-        self.num_tokens = before
+        greedy = partial(self.bench.policy, temperature=0.0)
+        (found,) = evaluate(self.arguments, self.service, greedy)
         return found
 
     def close(self) -> None:

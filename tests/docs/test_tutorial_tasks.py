@@ -1,5 +1,6 @@
 """The tutorials' tasks: what answers are worth, what is held out, what PASS claims of steps."""
 
+import contextlib
 import importlib
 import sys
 import types
@@ -103,9 +104,23 @@ def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
 
     monkeypatch.setattr(task, "reward", reward)
     args = tutorial("01_grpo_sync").parse_args(["--dataset", "chain_sum", "--held-out", "5"])
-    policy = tutorial("common.engines").make_policy(args, CannedService(), TOKENIZER, temperature=0)
-    assert policy.sampling_params.temperature == 0
-    assert task.evaluate(args, TOKENIZER, policy) == [pytest.approx(0.2)]
+    make, used = tutorial("common.engines").make_policy, []
+
+    class Service:
+        weight_version = 3
+
+        def pinned(self, version, *, allow_last):
+            assert (version, allow_last) == (None, True)
+            return contextlib.nullcontext(self)
+
+    def greedy(service):
+        used.append(service)
+        return make(args, CannedService(), TOKENIZER, temperature=0)
+
+    assert greedy(None).sampling_params.temperature == 0
+    service = Service()
+    assert task.evaluate(args, service, greedy) == [pytest.approx(0.2)]
+    assert used[-1] is service
     assert seen == [f"{task.HELD_OUT_SEED} {at}" for at in range(5)]
 
 

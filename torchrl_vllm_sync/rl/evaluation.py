@@ -151,9 +151,10 @@ class Evaluator:
     def _evaluate(self, pinned: AsyncVLLM) -> Evaluation:
         began, version = time.perf_counter(), pinned.weight_version
         policy, num_rows = self._make_policy(pinned), len(self._problems) * self._repeats
+        # Twice, as TorchRL's collector (0.14) throws away what its first reset gives.
+        items: Any = itertools.chain(self._problems, self._problems)
         env = ChatEnv.from_dataloader(
-            # Twice, as TorchRL's collector (0.14) throws away what its first reset gives.
-            itertools.chain(self._problems, self._problems),
+            items,
             batch_size=(num_rows,),
             repeats=self._repeats,
             tokenizer=policy.tokenizer,

@@ -179,7 +179,7 @@ class Fleet:
         self._require_supervision()
         with contextlib.ExitStack() as ending:
             with self._pusher.quiet(timeout_s):
-                self._replicas.learn(timeout_s=CALL_TIMEOUT_S)
+                self._replicas.learn()
                 with self._lock:
                     one = self._holdable(version, allow_last=allow_last)
                     member = self._require_open().suspend(one.replica_id, held=True)

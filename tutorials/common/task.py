@@ -6,7 +6,6 @@ name is a data set of the package reasoning-gym, which makes problems up and sco
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import itertools
@@ -17,14 +16,15 @@ import torch
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_vllm_sync import RolloutCollector, TextReward
+from torchrl_vllm_sync import Evaluator, TextReward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchrl.envs import TransformedEnv
 
-    from torchrl_vllm_sync import vLLMWrapper
+    from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
 
 # Other settings than reasoning-gym's own: sums and differences of two numbers of two digits.
 SETTINGS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}}
@@ -189,14 +189,13 @@ def make_env(
     return env.append_transform(StepCounter(max_steps=1)).append_transform(reward(args.dataset))
 
 
-def evaluate(args: argparse.Namespace, tokenizer: Any, policy: vLLMWrapper) -> list[float]:
+def evaluate(
+    args: argparse.Namespace, service: AsyncVLLM, make_policy: Callable[[AsyncVLLM], vLLMWrapper]
+) -> list[float]:
     """The mean reward of one answer to each problem held out; nothing where none are."""
-    if not (number := args.held_out):
+    if not args.held_out:
         return []
-    args = argparse.Namespace(dataset=args.dataset, groups=number, batch_size=number, group_size=1)
-    env = make_env(args, tokenizer, held_out(args.dataset, number))
-    collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=number)
-    mean = float(next(iter(collector))["next", "reward"].mean())
-    collector.shutdown()
-    print(f"{number} problems held out: {mean:.3f}", flush=True)
-    return [mean]
+    problems, scored = held_out(args.dataset, args.held_out), reward(args.dataset)
+    found = Evaluator(service, problems, scored, make_policy, allow_last=True).evaluate()
+    print(f"{found.num_rows} problems held out: {found.reward:.3f}", flush=True)
+    return [found.reward]
