@@ -92,10 +92,13 @@ class Evaluator:
         self._running: Future[Evaluation] | None = None
 
     def start(self, version: int | None = None) -> int:
-        """Pins a replica and returns its version; the rest goes on in a thread.
+        """Pins a replica, and goes on in a thread.
 
         Args:
             version: That of :meth:`AsyncVLLM.pinned`, whose errors this raises.
+
+        Returns:
+            The version that is evaluated.
 
         Raises:
             UnsupportedArgumentError: An evaluation is under way, or its result was not taken.
@@ -111,7 +114,7 @@ class Evaluator:
         return held
 
     def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Evaluation:
-        """Returns what :meth:`start` began, once it has ended and the replica is handed back.
+        """Returns what :meth:`start` began, once the replica is handed back.
 
         Args:
             timeout_s: Seconds to wait; after a ``TimeoutError`` it may be asked for again.
@@ -133,6 +136,9 @@ class Evaluator:
         """Evaluates in this thread; requests have the service's time limit.
 
         Arguments and errors are those of :meth:`start` and :meth:`result`.
+
+        Returns:
+            What the version is worth.
         """
         with self._service.pinned(version, **self._pinning) as pinned:
             found = self._evaluate(pinned)
