@@ -165,10 +165,10 @@ class Bench:
 
         return SamplingParams(max_tokens=self.case.tokens, ignore_eos=True, logprobs=logprobs)
 
-    def policy(self, **sampling: Any) -> vLLMWrapper:
-        """The service as a policy that samples as the task says, or otherwise."""
+    def policy(self, service: AsyncVLLM | None = None, **sampling: Any) -> vLLMWrapper:
+        """The service, or another, as a policy that samples as the task says, or otherwise."""
         return vLLMWrapper(
-            self.service,
+            service or self.service,
             tokenizer=self.tokenizer,
             input_mode="history",
             chat_template=self.tokenizer.chat_template,

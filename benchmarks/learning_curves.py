@@ -50,9 +50,10 @@ from benchmarks.grpo_systems import SYSTEMS, Bench, Case, Learner, Task, options
 from benchmarks.live_engines import record_name
 from benchmarks.peers.trl_grpo import TRL
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
-from benchmarks.phases import Clock, GPUUse
+from benchmarks.phases import Clock
 from benchmarks.record import Recorder
 from torchrl_vllm_sync import AsyncVLLM
+from torchrl_vllm_sync.observe.gpus import GPUUse
 from torchrl_vllm_sync.rl.tasks import first_twice, held_out, missing, prompts, reward, scorer
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 from tutorials.common.settings import PRESETS
@@ -115,10 +116,8 @@ class OverService:
         return found
 
     def evaluate(self) -> float:
-        before = self.num_tokens
-        greedy = self.bench.policy(temperature=0.0)
-        (found,) = evaluate(self.arguments, self.bench.tokenizer, greedy)
-        self.num_tokens = before
+        greedy = partial(self.bench.policy, temperature=0.0)
+        (found,) = evaluate(self.arguments, self.service, greedy)
         return found
 
     def close(self) -> None:

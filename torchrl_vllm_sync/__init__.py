@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
+    from torchrl_vllm_sync.rl.evaluation import Evaluation as Evaluation
+    from torchrl_vllm_sync.rl.evaluation import Evaluator as Evaluator
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
     from torchrl_vllm_sync.rl.grpo import GRPORun as GRPORun

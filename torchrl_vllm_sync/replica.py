@@ -307,4 +307,5 @@ class Member(Replica):
     group: Any = None  # placement group that holds its resources, if it claims any
     # Whether it may be called: not from its actor's end until another has taken that one's place.
     joined: bool = True
+    held: bool = False  # alive though not joined: kept at its version, for ``pinned`` alone
     num_restarts: int = 0  # how often its actor was replaced

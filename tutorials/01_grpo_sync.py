@@ -25,6 +25,7 @@ below its beginning; and of the reward on a real data set nothing.
 
 # %%
 import sys
+from functools import partial
 
 import torch
 from common import claims, results, settings
@@ -92,8 +93,8 @@ def train(args, service, checkpoint, tokenizer, held_out):
         replay_buffer=buffer, dialog_turns_per_batch=args.batch_size,
         weight_updater=updater, track_policy_version=True,
     )  # fmt: skip
-    greedy = make_policy(args.config, service, tokenizer, temperature=0.0)
-    held_out += evaluate(args, tokenizer, greedy)
+    greedy = partial(make_policy, args.config, tokenizer=tokenizer, temperature=0.0)
+    held_out += evaluate(args, service, greedy)
     sampling, version, clock = iter(collector), 0, results.Clock()
     for step in results.counted(args):
         with clock("sample_s"):
@@ -116,7 +117,7 @@ def train(args, service, checkpoint, tokenizer, held_out):
         yield claims.SyncStep.of(rows, clock, step=step, version=version, **noted)
         version = push.version
     collector.shutdown()
-    held_out += evaluate(args, tokenizer, greedy)
+    held_out += evaluate(args, service, greedy)
 
 
 # %% Engines

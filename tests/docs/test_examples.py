@@ -16,6 +16,7 @@ SPOKEN_OF = {
     "AsyncVLLM",
     "Dashboard",
     "DashboardLogger",
+    "Evaluator",
     "GenerationStatistics",
     "GRPORun",
     "LoadBalancer",

@@ -1,5 +1,6 @@
 """The tutorials' tasks: what answers are worth, what is held out, what PASS claims of steps."""
 
+import contextlib
 import importlib
 import sys
 import types
@@ -104,9 +105,23 @@ def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
 
     monkeypatch.setattr(tasks, "reward", reward)
     args = tutorial("01_grpo_sync").parse_args(["--dataset", "chain_sum", "--held-out", "5"])
-    policy = grpo.make_policy(args.config, CannedService(), TOKENIZER, temperature=0)
-    assert policy.sampling_params.temperature == 0
-    assert task.evaluate(args, TOKENIZER, policy) == [pytest.approx(0.2)]
+    used = []
+
+    class Service:
+        weight_version = 3
+
+        def pinned(self, version, *, allow_last):
+            assert (version, allow_last) == (None, True)
+            return contextlib.nullcontext(self)
+
+    def greedy(service):
+        used.append(service)
+        return grpo.make_policy(args.config, CannedService(), TOKENIZER, temperature=0)
+
+    assert greedy(None).sampling_params.temperature == 0
+    service = Service()
+    assert task.evaluate(args, service, greedy) == [pytest.approx(0.2)]
+    assert used[-1] is service
     assert seen == [f"{tasks.HELD_OUT_SEED} {at}" for at in range(5)]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -656,6 +657,22 @@ def test_what_another_trainer_pushed_since_is_counted_from(pusher, replicas, tra
     replicas.refusals = {"a": False, "b": False}
     assert push(pusher).version == 6
     assert transport.sent == [1, 6]
+
+
+@pytest.mark.parametrize("replica", ["a", "b"])
+def test_quiet_waits_for_another_trainers_push_and_counts_from_it(pusher, replicas, replica):
+    push(pusher)
+    replicas.refusals = {replica: PushUnderWayError("far-away", 7)}
+    with pytest.raises(PushUnderWayError), pusher.quiet(0.2):
+        pytest.fail("it was not quiet")
+    ends = threading.Timer(0.2, replicas.refusals.update, [{"a": False, "b": False}])
+    ends.start()
+    with pusher.quiet(10):
+        assert replicas.turns[-1] != ("end_push", "a", "b")  # nobody else may push
+        replicas.held = {"a": 5, "b": 5}
+    assert replicas.turns[-1] == ("end_push", "a", "b")
+    replicas.refusals = {}
+    assert push(pusher).version == 6
 
 
 def test_a_push_that_takes_long_gives_signs_of_life_until_it_ends(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -18,11 +19,12 @@ from ray.exceptions import RayError
 from torchrl_vllm_sync import checks, errors
 from torchrl_vllm_sync.engine.processes import END_TIMEOUT_S, end_replica
 from torchrl_vllm_sync.replica import Member, ReplicaState
+from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
     from torchrl_vllm_sync.weights.push import WeightPusher
@@ -47,7 +49,7 @@ class Fleet:
         self._replicas, self._load = replicas, replicas.load
         self._weak_pusher = weakref.ref(pusher)  # whose hooks may hold the service
         self._lock = threading.Lock()
-        self._leaving: set[str] = set()
+        self._leaving: set[str] = set()  # or held: not to be removed by number
         self._job_id = _job_id()
         self.supervises = False  # whether this process does
         self.supervisor: Supervisor | None = None  # none where neither restarts nor scaling are on
@@ -136,18 +138,27 @@ class Fleet:
         )
         try:
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
-                membership = self._require_open()
-                for one in members:
-                    if num_restarts:
-                        self._member(one.replica_id)  # it may have been removed meanwhile
-                    membership.put(one)
-                self._load.follow([one.replica_id for one in self._replicas])
-                for one in members:  # pushes wait for it from now on, requests do not go there yet
-                    self._load.renew(one.replica_id, ReplicaState.STALE)
-                    self._replicas.describe(one)
+                for one in members if num_restarts else ():
+                    self._member(one.replica_id)  # it may have been removed meanwhile
+                self._put(members)
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise
+        self._admit(members)
+
+    def _put(self, members: Sequence[Member]) -> None:
+        """Makes them members: pushes wait for them from now on, requests do not go there yet."""
+        membership = self._require_open()
+        for one in members:
+            membership.put(one)
+        self._load.follow([one.replica_id for one in self._replicas])
+        for one in members:
+            self._load.renew(one.replica_id, ReplicaState.STALE)
+            self._replicas.describe(one)
+
+    def _admit(self, members: Sequence[Member]) -> None:
+        """Has new members serve once they hold what the others do."""
+        ids = [one.replica_id for one in members]
         self.share_membership()  # pushes need not wait until one that hangs is given up
         if self._newest_version(ids):
             time.sleep(PROPAGATION_S)  # from now on others' pushes reach them too
@@ -161,6 +172,54 @@ class Fleet:
                 self._replicas.learn(ids, timeout_s=CALL_TIMEOUT_S)
             if self._newest_version(ids) == newest:
                 return
+
+    @contextlib.contextmanager
+    def held(self, version: int | None, timeout_s: float, *, allow_last: bool) -> Iterator[Member]:
+        """Keeps requests and pushes from a replica, which then joins again like a new one."""
+        self._require_supervision()
+        with contextlib.ExitStack() as ending:
+            with self._pusher.quiet(timeout_s):
+                self._replicas.learn()
+                with self._lock:
+                    one = self._holdable(version, allow_last=allow_last)
+                    member = self._require_open().suspend(one.replica_id, held=True)
+                    self._leaving.add(one.replica_id)
+                    ending.callback(self._hand_back, member)
+                    self._replicas.describe(self._member(one.replica_id))
+                self.share_membership(member)  # for other processes' pushes, whomever they ask
+            yield member
+
+    def _holdable(self, version: int | None, *, allow_last: bool) -> LoadSnapshot:
+        """Returns the least busy replica that serves ``version``, by default the newest."""
+        known = self._load.snapshots()
+        serving = [one for one in known if one.state is ReplicaState.SERVING]
+        if len(serving) < (1 if allow_last else 2):
+            least = "1" if allow_last else "2, so that others serve meanwhile (see allow_last)"
+            told = describe_replicas(known, ())
+            raise errors.NoReplicaAvailableError(f"replicas that serve must be {least}: {told}")
+        wanted = max(one.cache_version for one in serving) if version is None else version
+        if not (fitting := [one for one in serving if one.cache_version == wanted]):
+            held = {one.replica_id: one.describe() for one in known}
+            raise errors.VersionNotReachedError(wanted, held, 0.0)
+        return min(fitting, key=lambda one: one.in_flight)
+
+    def _hand_back(self, member: Member) -> None:
+        """Ends the hold; a replica that died meanwhile is restarted like any other."""
+        replica_id = member.replica_id
+        try:
+            with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
+                membership = self._replicas.membership if self.is_open else None
+                known = membership.find(replica_id) if membership else None
+                if known is None or not known.held:  # it was removed, restarted or shut down
+                    return
+                self._put([member])
+        except errors.SyncError as error:
+            self._load.mark(replica_id, ReplicaState.FAILED, str(error))  # so that it is restarted
+            raise
+        finally:
+            with self._lock:
+                self._leaving.discard(replica_id)
+        self._admit([member])
 
     def catch_up(self, replica_ids: Sequence[str]) -> dict[str, str]:
         """Brings replicas to the version that the others serve; returns the failures' reasons."""
@@ -278,10 +337,12 @@ class Fleet:
                 raise errors.ReplicaUnavailableError(replica_id, ReplicaState.FAILED, why)
             time.sleep(DRAIN_POLL_S)
 
-    def share_membership(self) -> Answers:
+    def share_membership(self, *held: Member) -> Answers:
         """Stores the membership in every replica, for processes that attach or ask."""
         bare = self._replicas.require().with_actors(None)  # an actor must not hold itself
         card = {"settings": self._replicas.settings, "membership": bare}
+        if held:
+            self._call(held, "keep_card", card)
         return self._replicas.call_replicas("keep_card", card, deadline_s=CALL_TIMEOUT_S)
 
     def _call(

@@ -93,11 +93,11 @@ class Membership:
             self._next_id = max(self._next_id, 1 + int(member.replica_id))
             self.epoch += 1
 
-    def suspend(self, replica_id: str) -> Member:
-        """Marks a member as not to be called until another is put in its place."""
+    def suspend(self, replica_id: str, *, held: bool = False) -> Member:
+        """Marks a member as not to be called until another is put in its place, or it again."""
         with self._lock:
             member = self._members[replica_id]
-            self._members[replica_id] = dataclasses.replace(member, joined=False)
+            self._members[replica_id] = dataclasses.replace(member, joined=False, held=held)
             self.epoch += 1
             return member
 
@@ -357,7 +357,8 @@ class Replicas(Sequence[Member]):
             member.replica_id, block_size=facts.block_size, num_kv_blocks=facts.num_kv_blocks
         )
         if not member.joined:
-            self.load.mark(member.replica_id, ReplicaState.STARTING, "it is being restarted")
+            why = "it is held at its version" if member.held else "it is being restarted"
+            self.load.mark(member.replica_id, ReplicaState.STARTING, why)
 
     def close(self) -> None:
         """Lists none any more; the ledger stays for requests that are still in flight."""
@@ -384,8 +385,12 @@ class Replicas(Sequence[Member]):
         return repr(self.members)
 
     def current(self) -> list[Member]:
-        """Those that may be called: all but those that are being restarted."""
+        """Those that may be called: all but those that are held, or being restarted."""
         return [one for one in self.members if one.joined]
+
+    def answering(self) -> list[Member]:
+        """Those whose requests in flight go on: all but those that are being restarted."""
+        return [one for one in self.members if one.joined or one.held]
 
     def at(self, actor_index: int) -> Member:
         """Returns the one at a position, which must not be negative."""

@@ -12,6 +12,7 @@ import math
 import operator
 import re
 import secrets
+import sys
 import time
 import uuid
 import weakref
@@ -620,6 +621,46 @@ class AsyncVLLM(RLvLLMEngine):
         """
         return self.weights.hooks.register(hook)
 
+    @contextlib.contextmanager
+    def pinned(
+        self,
+        version: int | None = None,
+        *,
+        timeout_s: float = checks.DEFAULT_TIMEOUT_S,
+        allow_last: bool = False,
+    ) -> Iterator[AsyncVLLM]:
+        """Gives one replica as a service of its own that keeps its version while others move on.
+
+        Pushes and this service's requests pass it by, but for requests that it has begun. Leaving
+        ``with``, however that happens, hands it back: it catches up, and then serves again. If it
+        dies, requests of the inner service raise ``RequestLostError`` or
+        ``NoReplicaAvailableError``, and it is restarted with current weights once handed back.
+        The same processes may do it as :meth:`add_replicas`.
+
+        Args:
+            version: Policy version that it must serve; the newest that one does if ``None``.
+            timeout_s: Seconds to wait for a push that is under way.
+            allow_last: Pin even the only replica that serves. Until it is handed back, requests to
+                this service and pushes find none then.
+
+        Yields:
+            A service whose :attr:`weight_version` stays as it is. It refuses pushes.
+
+        Raises:
+            VersionNotReachedError: No replica serves ``version``; it says what each does.
+            NoReplicaAvailableError: None serves, or only one.
+            PushUnderWayError, SyncError: Another trainer's push, or this process's, took too long.
+        """
+        if version is not None:
+            checks.check_integer("version", version, 0)
+        checks.check_seconds("timeout_s", timeout_s)
+        with self.fleet.held(version, timeout_s, allow_last=allow_last) as member:
+            # Nobody's membership is newer, and nobody restarts it.
+            settings = dataclasses.replace(self.replicas.settings, max_restarts=0)
+            membership = Membership([member], epoch=sys.maxsize)
+            with _rebuild(PinnedVLLM, settings, membership) as service:
+                yield service
+
     def follow_snapshots(
         self,
         directory: str | os.PathLike[str],
@@ -819,6 +860,21 @@ class AsyncVLLM(RLvLLMEngine):
             remedy = "ray[default] must be installed where Ray is started"
             logger.warning("Ray serves no metrics on this node: %s", remedy)
         return self._exporter
+
+
+class PinnedVLLM(AsyncVLLM):
+    """What :meth:`AsyncVLLM.pinned` gives: a copy that knows of one replica, at one version."""
+
+    def push_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: a pinned replica keeps its version."""
+        del args, kwargs
+        raise UnsupportedArgumentError("weights must not be pushed to a replica that is pinned")
+
+    update_weights = push_weights
+
+    def shutdown(self) -> None:
+        """Lets go of the replica, which lives on."""
+        self._let_go()
 
 
 @functools.cache

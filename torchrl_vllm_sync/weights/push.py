@@ -267,6 +267,7 @@ UNKNOWN_RUN = "unknown"
 TURN_TIMEOUT_S = 3600.0
 # Seconds for a replica to answer whether another trainer is pushing; a silent one is passed over.
 TURN_CALL_TIMEOUT_S = 5.0
+TURN_POLL_S = 0.1
 # Seconds between signs of life to the replicas, which drop a trainer that gives none for long.
 SIGN_OF_LIFE_S = 5.0
 
@@ -342,6 +343,25 @@ class WeightPusher:
             yield
         finally:
             self._lock.release()
+
+    @contextlib.contextmanager
+    def quiet(self, timeout_s: float) -> Iterator[None]:
+        """Keeps every trainer's pushes out, in whatever process; waits for one under way."""
+        deadline = Deadline(timeout_s)
+        with contextlib.ExitStack() as ending, self.exclusive(timeout_s):
+            self._client.refresh_members()
+            while True:
+                with contextlib.ExitStack() as turn:
+                    try:
+                        was_ours = turn.enter_context(self._turn(ending))
+                        self._ledger.is_current &= was_ours()
+                    except PushUnderWayError:
+                        if deadline.passed:
+                            raise
+                    else:
+                        yield
+                        return
+                time.sleep(TURN_POLL_S)
 
     @contextlib.contextmanager
     def _turn(self, ending: contextlib.ExitStack) -> Iterator[Callable[[], bool]]:

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchrl_vllm_sync import RolloutCollector
+from torchrl_vllm_sync import Evaluator
 from torchrl_vllm_sync.rl import tasks
-from torchrl_vllm_sync.rl.grpo import make_env
-from torchrl_vllm_sync.rl.tasks import held_out
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
-    from typing import Any
+    from collections.abc import Callable, Iterator
 
-    from torchrl_vllm_sync import vLLMWrapper
+    from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
 
 
 def calculations(seed: int, *, high: int) -> Iterator[dict[str, list[str]]]:
@@ -43,14 +40,14 @@ def names_result(questions: list[str], answers: list[str]) -> list[float]:
     return [float(one in those) for one, those in zip(results, named, strict=True)]
 
 
-def evaluate(args: argparse.Namespace, tokenizer: Any, policy: vLLMWrapper) -> list[float]:
+def evaluate(
+    args: argparse.Namespace, service: AsyncVLLM, make_policy: Callable[[AsyncVLLM], vLLMWrapper]
+) -> list[float]:
     """The mean reward of one answer to each problem held out; nothing where none are."""
-    if not (number := args.held_out):
+    if not args.held_out:
         return []
-    problems = held_out(args.dataset, number)
-    env = make_env(tokenizer, problems, tasks.reward(args.dataset), num_envs=number)
-    collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=number)
-    mean = float(next(iter(collector))["next", "reward"].mean())
-    collector.shutdown()
-    print(f"{number} problems held out: {mean:.3f}", flush=True)
-    return [mean]
+    problems = tasks.held_out(args.dataset, args.held_out)
+    scored = tasks.reward(args.dataset)
+    found = Evaluator(service, problems, scored, make_policy, allow_last=True).evaluate()
+    print(f"{found.num_rows} problems held out: {found.reward:.3f}", flush=True)
+    return [found.reward]
