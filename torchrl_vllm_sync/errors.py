@@ -329,6 +329,22 @@ class SnapshotError(SyncError, RuntimeError):
     """A snapshot directory is unusable: unwritable, full, foreign, truncated or corrupted."""
 
 
+class RunStateError(SyncError, ValueError):
+    """A saved run is none, is not whole, or is of another program; nothing was loaded.
+
+    Attributes:
+        path: The folder.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
 class FencedWriterError(SyncError, RuntimeError):
     """Another writer has taken over the snapshot directory; this one may no longer publish."""
 
