@@ -1,8 +1,8 @@
 """A run on disk, from which another process goes on with the same rows.
 
-A save is a folder ``step-00000012``: ``model`` (``torch.distributed.checkpoint``), a file of all else
-for each rank of the trainer, and ``run.json``, which says what there is. It is written under another
-name, and renamed when all of it is on the disk.
+A save is a folder ``step-00000012``: ``model`` (``torch.distributed.checkpoint``), a file of all
+else for each rank of the trainer, and ``run.json``, which says what there is. It is written under
+another name, and renamed when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import copy
 import json
 import os
 import random  # noqa: TID251  its state is the user's
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from torchrl_vllm_sync.checks import check_integer
@@ -41,8 +42,9 @@ class RunState:
 
     A run that is loaded goes on with the rows of one that was never stopped: model, optimizer,
     states of random number generators (torch, CUDA, NumPy, Python), which rows are trained and
-    which come next, and the policy version. Rows that a collector with ``max_staleness`` has sampled
-    ahead are saved; those of collectors that share a pacer are sampled anew, with the same seeds.
+    which come next, and the policy version. Rows that a collector with ``max_staleness`` has
+    sampled ahead are saved; those of collectors that share a pacer are sampled anew, with the same
+    seeds, by the weights that are there then. The data set must give its items in the same order.
 
     Example:
         >>> run = RunState(model, optimizer, collector=collector, buffer=buffer, updater=updater)
@@ -78,7 +80,7 @@ class RunState:
         updater: WeightUpdater | None = None,
         **extra: Any,
     ) -> None:
-        own = None if collector is None else collector._pacer  # pyright: ignore[reportPrivateUsage]
+        own = None if collector is None else collector._pacer
         if pacer is not None and own not in (None, pacer):
             raise UnsupportedArgumentError("pacer is not that of collector")
         self.model, self.optimizer, self.updater = model, optimizer, updater
@@ -123,7 +125,7 @@ class RunState:
         _meet()
         with self._frozen():
             _write(folder / _of_rank(rank), self._state())
-        self._access(dcp.save, folder)
+        self._access(state_dict_saver.save, folder)
         if rank == 0:
             about = self._about() | {"step": number, "num_ranks": num_ranks}
             (folder / ABOUT).write_text(json.dumps(about | {"files": _sizes(folder)}))
@@ -160,9 +162,9 @@ class RunState:
         folder, about = self._found(Path(directory))
         state = _read(folder / _of_rank(_place()[0]))
         if self.pacer is not None:
-            self.pacer._call("check_state", state["pacer"])  # pyright: ignore[reportPrivateUsage]
+            self.pacer._call("check_state", state["pacer"])
         if self.collector is not None:
-            self.collector._check_state(state["collector"])  # pyright: ignore[reportPrivateUsage]
+            self.collector._check_state(state["collector"])
         with contextlib.ExitStack() as undo:
             for name, one in self._others.items():
                 undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
@@ -172,7 +174,7 @@ class RunState:
             if one is not None:
                 one.load_state_dict(state["pacer" if one is self.pacer else "collector"])
         self.model.zero_grad(set_to_none=True)
-        self._access(dcp.load, folder, has_begun=state["has_begun"])
+        self._access(state_dict_loader.load, folder, has_begun=state["has_begun"])
         if self.optimizer is not None:
             for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
                 group.update(saved)
@@ -187,7 +189,7 @@ class RunState:
         if self.pacer is None:
             yield
             return
-        call = self.pacer._call  # pyright: ignore[reportPrivateUsage]
+        call = self.pacer._call
         try:
             call("freeze", waits=True)
             yield
@@ -223,7 +225,9 @@ class RunState:
         optimizers: Any = self.optimizer if begun else []
         model, optimizer = get_state_dict(self.model, optimizers)
         state = {"model": model, "optimizer": optimizer}
-        how(state, checkpoint_id=folder / MODEL, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():  # which torch gives although it is told so
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            how(state, checkpoint_id=folder / MODEL, no_dist=not dist.is_initialized())
         if has_begun is not None:
             set_state_dict(
                 self.model,
@@ -285,7 +289,7 @@ class RunState:
 def _difference(name: str, mine: Any, saved: Any) -> str | None:
     """What differs between this program and the one that saved; None if nothing does."""
     if isinstance(mine, dict) and isinstance(saved, dict):
-        for key in sorted({*mine} | {*saved}):  # pyright: ignore[reportUnknownVariableType]
+        for key in sorted({*mine} | {*saved}):
             if mine.get(key) != saved.get(key):
                 what = f"{key!r} of its {name}"
                 return f"{what} is {saved.get(key)}, and here {mine.get(key)}"

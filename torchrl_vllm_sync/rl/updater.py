@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
@@ -133,9 +133,9 @@ class WeightUpdater:
             assert report.version is not None  # as in every push that is committed
             self._versions.announce(report.version)
         else:  # the service's listeners move the collectors
-            options = asdict(self._options) | ({} if audit is None else {"audit": audit})
+            options = self._options if audit is None else replace(self._options, audit=audit)
             report = self.service.push_weights(
-                weights, version=version, transport=self._transport, **options
+                weights, version=version, transport=self._transport, **asdict(options)
             )
         self.last_report = report
         for hook in list(self._post_hooks):
