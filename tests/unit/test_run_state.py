@@ -65,7 +65,7 @@ class Program:
 
     def __init__(self, seed, *, staleness=0, data=None, size=4, parts=None, **settings):
         torch.manual_seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
+        np.random.seed(seed)
         random.seed(seed)
         self.engines = Engines()
         self.model = torch.nn.Linear(size, size)
@@ -94,7 +94,7 @@ class Program:
             self.buffer.extend(rows)
             sampled = self.buffer.sample()
             figures = sampled["tokens", "full"].float()[:, :4] / 500
-            figures = figures + np.random.rand() + random.random()  # noqa: NPY002
+            figures = figures + np.random.rand() + random.random()
             loss = torch.nn.functional.dropout(self.model(figures)).square().mean()
             loss.backward()
             self.optimizer.step()
@@ -265,8 +265,7 @@ def test_a_folder_that_is_no_whole_save_is_refused_and_leaves_all_as_it_was(tmp_
 
 
 def more_rows():
-    for item in itertools.islice(sums(), 1, None):
-        yield item
+    yield from itertools.islice(sums(), 1, None)
 
 
 class Refuses:
@@ -413,7 +412,7 @@ def test_nothing_is_handed_on_while_a_run_is_saved(tmp_path):
     state = torch.load(run.save(tmp_path) / "rank-0.pt", weights_only=False)
     assert state["others"]["buffer"] is None  # it was not the rows' turn
     assert pacer._call("turn", "a", 0) is True
-    with pytest.raises(PacingTimeoutError, match="rows on their way .* within 0.2 s"):
+    with pytest.raises(PacingTimeoutError, match=r"rows on their way .* within 0.2 s"):
         run.save(tmp_path)
     pacer._call("deliver", "a", 0)
     RunState(torch.nn.Linear(2, 2), pacer=pacer).save(tmp_path)
