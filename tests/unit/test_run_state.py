@@ -23,6 +23,7 @@ from tests.unit.test_rollouts import (
     pytestmark,  # noqa: F401
     sums,
 )
+from tests.unit.test_sharded_source import models, succeed
 from tests.unit.test_updater import Service
 from torchrl_vllm_sync import RolloutStorage, RunState, WeightUpdater
 from torchrl_vllm_sync.errors import (
@@ -419,6 +420,42 @@ def test_nothing_is_handed_on_while_a_run_is_saved(tmp_path):
     pacer.trained(4)
     assert pacer._call("admit", "a").number == 1
     assert pacer._call("turn", "a", 1) is True
+
+
+def train_sharded(rank, directory):
+    """Two steps, a save after the first; and the second again, of a model that began otherwise."""
+    ids = torch.arange(12).view(2, 6) + rank
+
+    def begin(seed):
+        _, model = models("tied")
+        torch.manual_seed(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if seed:
+            step(model, optimizer)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        return model, optimizer, RunState(model, optimizer)
+
+    def step(model, optimizer):
+        model(input_ids=ids, labels=ids + int(torch.randint(3, ()))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [one.to_local().clone() for one in model.parameters()]
+
+    model, optimizer, run = begin(0)
+    step(model, optimizer)
+    run.save(directory)
+    wanted = step(model, optimizer)
+    model, optimizer, run = begin(1)
+    assert run.load(directory) == 0
+    return all(torch.equal(*pair) for pair in zip(wanted, step(model, optimizer), strict=True))
+
+
+def test_a_sharded_model_goes_on_on_every_rank(tmp_path):
+    assert succeed(train_sharded, directory=str(tmp_path)) == [True, True]
+    names = {one.name for one in (tmp_path / "step-00000000").iterdir()}
+    assert names == {"model", "rank-0.pt", "rank-1.pt", "run.json"}
+    with pytest.raises(RunStateError, match="its num_ranks is 2, and here 1"):
+        RunState(torch.nn.Linear(2, 2)).load(tmp_path)
 
 
 SAVES = """
