@@ -333,11 +333,19 @@ class RolloutCollector(LLMCollector):
             self._num_untrained = state_dict["num_untrained"]
         super().load_state_dict(state_dict, **kwargs)
 
-    def _check_state(self, state: Any) -> None:
-        """Refuses a state that this collector cannot go on from; reads the data set up to it."""
-        if self.path != "columns" or self._by_group or "num_loaded" not in state:
+    def _check_goes_on(self) -> None:
+        """Refuses ways of collecting in which no row has a place of its own."""
+        if self.path != "columns" or self._by_group:
             how = "yield_completed_trajectories" if self._by_group else f"path {self.path!r}"
             raise UnsupportedArgumentError(f"a collector goes on by columns only, not with {how}")
+
+    def _check_state(self, state: Any) -> None:
+        """Refuses a state that this collector cannot go on from; reads the data set up to it."""
+        self._check_goes_on()
+        if "num_loaded" not in state:
+            raise UnsupportedArgumentError(
+                "a collector by columns goes on from one by columns only"
+            )
         if self._frames or self._ahead:
             raise PacingError(f"a state is loaded before the first batch, not by {self.name}")
         its, mine = state["dialog_turns_per_batch"], self.dialog_turns_per_batch

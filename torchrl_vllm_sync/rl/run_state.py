@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from torchrl_vllm_sync.checks import check_integer
-from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.snapshots.files import fsync_folder, remove_folder
+from torchrl_vllm_sync.errors import RunStateError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,8 @@ class RunState:
         **extra: Whatever else has ``state_dict`` and ``load_state_dict``, such as a scheduler.
 
     Raises:
-        UnsupportedArgumentError: A part has no such methods, or ``pacer`` is not the collector's.
+        UnsupportedArgumentError: A part has no such methods, ``pacer`` is not the collector's, or
+            the collector does not collect by columns, in the order of the data set.
     """
 
     def __init__(
@@ -80,7 +81,10 @@ class RunState:
         updater: WeightUpdater | None = None,
         **extra: Any,
     ) -> None:
-        own = None if collector is None else collector._pacer
+        own = None
+        if collector is not None:
+            collector._check_goes_on()
+            own = collector._pacer
         if pacer is not None and own not in (None, pacer):
             raise UnsupportedArgumentError("pacer is not that of collector")
         self.model, self.optimizer, self.updater = model, optimizer, updater
@@ -124,7 +128,7 @@ class RunState:
             folder.mkdir()
         _meet()
         with self._frozen():
-            _write(folder / _of_rank(rank), self._state())
+            _write(folder / f"rank-{rank}.pt", self._state())
         self._access(state_dict_saver.save, folder)
         if rank == 0:
             about = self._about() | {"step": number, "num_ranks": num_ranks}
@@ -132,7 +136,7 @@ class RunState:
             for one in (folder / ABOUT, folder / MODEL, folder):
                 _fsync(one)
             folder.rename(root / (SAVED + name))
-            fsync_folder(root)
+            _fsync(root)
         _meet()
         return root / (SAVED + name)
 
@@ -159,12 +163,16 @@ class RunState:
             PacingError: Rows are admitted already.
             SyncError: What a push raises.
         """
-        folder, about = self._found(Path(directory))
-        state = _read(folder / _of_rank(_place()[0]))
-        if self.pacer is not None:
-            self.pacer._call("check_state", state["pacer"])
-        if self.collector is not None:
-            self.collector._check_state(state["collector"])
+        with _together(Path(directory)):
+            folder, about = self._found(Path(directory))
+            # Rows and a user's own parts are not only tensors.
+            file = folder / f"rank-{_place()[0]}.pt"
+            state = torch.load(file, map_location="cpu", weights_only=False)
+            _require(folder, "parts", self._parts(), state["parts"])
+            if self.pacer is not None:
+                self.pacer._call("check_state", state["pacer"])
+            if self.collector is not None:
+                self.collector._check_state(state["collector"])
         with contextlib.ExitStack() as undo:
             for name, one in self._others.items():
                 undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
@@ -198,13 +206,11 @@ class RunState:
 
     def _state(self) -> dict[str, Any]:
         """All but what is sharded; the collector first, which waits for what it has begun."""
-        collector, pacer, service = (
-            self.collector,
-            self.pacer,
-            getattr(self.updater, "service", None),
-        )
+        collector, pacer, updater = self.collector, self.pacer, self.updater
+        service = None if updater is None else updater.service
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {
+            "parts": self._parts(),
             "collector": None if collector is None else collector.state_dict(),
             "pacer": None if pacer is None else pacer.state_dict(),
             "others": {name: one.state_dict() for name, one in self._others.items()},
@@ -238,14 +244,17 @@ class RunState:
             if self.optimizer is not None and not begun:
                 self.optimizer.state.clear()
 
-    def _about(self) -> dict[str, Any]:
-        """What a save must have in common with the program that loads it."""
+    def _parts(self) -> dict[str, str]:
+        """Of this rank, by name."""
         own = {"collector": self.collector, "pacer": self.pacer, "updater": self.updater}
         parts = own | {"optimizer": self.optimizer} | self._others
+        return {name: type(one).__name__ for name, one in parts.items() if one is not None}
+
+    def _about(self) -> dict[str, Any]:
+        """What a save must have in common with the program that loads it."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {
             "format": FORMAT,
-            "parts": {n: type(one).__name__ for n, one in parts.items() if one is not None},
             "groups": [len(one["params"]) for one in groups],
             "tensors": {
                 name: [[*one.shape], str(one.dtype)]
@@ -262,7 +271,7 @@ class RunState:
         folder = max(saves, key=_step_of)
         try:
             about = json.loads((folder / ABOUT).read_text())
-            files, wanted = about["files"], self._about() | {"num_ranks": _place()[1]}
+            files, wanted = about["files"], {"num_ranks": _place()[1]} | self._about()
             saved = {name: about[name] for name in ("step", *wanted)}
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{ABOUT} is not what a save has: {error!r}"
@@ -273,28 +282,43 @@ class RunState:
                 reason = f"{name} has {there.get(name)} bytes, where {size} were saved"
                 raise RunStateError(str(folder), reason)
         for name, mine in wanted.items():
-            if told := _difference(name, mine, saved[name]):
-                raise RunStateError(str(folder), told)
+            _require(folder, name, mine, saved[name])
         return folder, about
 
     def _push(self, version: int | None, *, audit: bool) -> None:
         """Brings the engines to what was loaded."""
         updater: Any = self.updater
-        reached = version if updater.service is None else updater.service.weight_version
-        later = version if version is not None and version > (reached or 0) else None
+        service = updater.service
+        is_behind = None not in (service, version) and service.weight_version < version
         weights = self.model if updater.source is None else None
-        updater.push_weights(weights, version=later, audit=audit)
+        updater.push_weights(weights, version=version if is_behind else None, audit=audit)
 
 
-def _difference(name: str, mine: Any, saved: Any) -> str | None:
-    """What differs between this program and the one that saved; None if nothing does."""
+def _require(folder: Path, name: str, mine: Any, saved: Any) -> None:
+    """Raises if something of this program is not as in the one that saved."""
     if isinstance(mine, dict) and isinstance(saved, dict):
         for key in sorted({*mine} | {*saved}):
-            if mine.get(key) != saved.get(key):
-                what = f"{key!r} of its {name}"
-                return f"{what} is {saved.get(key)}, and here {mine.get(key)}"
-        return None
-    return None if mine == saved else f"its {name} is {saved}, and here {mine}"
+            _require(folder, f"{name}: {key}", mine.get(key), saved.get(key))
+    elif mine != saved:
+        raise RunStateError(str(folder), f"{name} is {saved}, and here {mine}")
+
+
+@contextlib.contextmanager
+def _together(root: Path) -> Iterator[None]:
+    """What fails on one rank fails on all, which would wait for it."""
+    problem = None
+    try:
+        yield
+    except SyncError as error:
+        problem = error
+    if dist.is_initialized():
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, problem and str(problem))
+        for rank, one in enumerate(told):
+            if one is not None and problem is None:
+                raise RunStateError(str(root), f"rank {rank}: {one}")
+    if problem is not None:
+        raise problem
 
 
 def _place() -> tuple[int, int]:
@@ -305,10 +329,6 @@ def _place() -> tuple[int, int]:
 def _meet() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-
-def _of_rank(rank: int) -> str:
-    return f"rank-{rank}.pt"
 
 
 def _step_of(folder: Path) -> int:
@@ -326,11 +346,6 @@ def _write(path: Path, state: Any) -> None:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _read(path: Path) -> Any:
-    # Rows and a user's own parts are not only tensors.
-    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _fsync(path: Path) -> None:
