@@ -27,6 +27,7 @@ SPOKEN_OF = {
     "RayReplayBuffer",
     "RolloutCorrection",
     "register_strategy",
+    "RunState",
     "save_timeline",
     "ServiceStatus",
     "SnapshotReader",
