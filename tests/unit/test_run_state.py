@@ -235,6 +235,20 @@ def lost(folder):
     return folder
 
 
+def flipped(folder):
+    path = folder / "step-00000000" / "rank-0.pt"
+    content = bytearray(path.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    path.write_bytes(content)
+    return folder
+
+
+def no_files(folder):
+    path = folder / "step-00000000" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": 3}))
+    return folder
+
+
 def short(folder):
     path = folder / "step-00000000" / "model" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
@@ -249,8 +263,10 @@ def short(folder):
         (no_record, "run.json is not what a save has"),
         (nonsense, "run.json is not what a save has"),
         (a_list, "run.json is not what a save has"),
-        (lost, "rank-0.pt has None bytes, where"),
-        (short, r"model/__0_0.distcp has \d+ bytes, where \d+ were saved"),
+        (no_files, "run.json is not what a save has"),
+        (flipped, r"rank-0.pt has \d+ bytes of xxh3 .*, where \d+ bytes of xxh3 .* were saved"),
+        (lost, "rank-0.pt has None, where"),
+        (short, r"model/__0_0.distcp has \d+ bytes, where \d+ bytes were saved"),
     ],
 )
 def test_a_folder_that_is_no_whole_save_is_refused_and_leaves_all_as_it_was(tmp_path, spoil, told):
@@ -362,6 +378,8 @@ def test_parts_are_what_they_must_be():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(UnsupportedArgumentError, match="buffer, a list, has no state_dict"):
         RunState(model, buffer=[])
+    with pytest.raises(UnsupportedArgumentError, match="collector must be a RolloutCollector"):
+        RunState(model, collector=[])
     with pytest.raises(UnsupportedArgumentError, match="pacer is not that of collector"):
         RunState(model, collector=collector(), pacer=Pacer(0, 4))
 

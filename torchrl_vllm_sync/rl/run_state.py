@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -67,7 +68,7 @@ class RunState:
 
     Raises:
         UnsupportedArgumentError: A part has no such methods, ``pacer`` is not the collector's, or
-            the collector does not collect by columns, in the order of the data set.
+            ``collector`` is another one than by columns, in the order of the data set.
     """
 
     def __init__(
@@ -83,6 +84,11 @@ class RunState:
     ) -> None:
         own = None
         if collector is not None:
+            from torchrl_vllm_sync.rl.rollouts import RolloutCollector
+
+            if not isinstance(collector, RolloutCollector):
+                told = f"collector must be a RolloutCollector, got {type(collector).__name__}"
+                raise UnsupportedArgumentError(told)
             collector._check_goes_on()
             own = collector._pacer
         if pacer is not None and own not in (None, pacer):
@@ -132,7 +138,7 @@ class RunState:
         self._access(state_dict_saver.save, folder)
         if rank == 0:
             about = self._about() | {"step": number, "num_ranks": num_ranks}
-            (folder / ABOUT).write_text(json.dumps(about | {"files": _sizes(folder)}))
+            (folder / ABOUT).write_text(json.dumps(about | {"files": _sums(folder)}))
             for one in (folder / ABOUT, folder / MODEL, folder):
                 _fsync(one)
             folder.rename(root / (SAVED + name))
@@ -271,15 +277,15 @@ class RunState:
         folder = max(saves, key=_step_of)
         try:
             about = json.loads((folder / ABOUT).read_text())
-            files, wanted = about["files"], {"num_ranks": _place()[1]} | self._about()
+            files, wanted = dict(about["files"]), {"num_ranks": _place()[1]} | self._about()
             saved = {name: about[name] for name in ("step", *wanted)}
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{ABOUT} is not what a save has: {error!r}"
             raise RunStateError(str(folder), reason) from error
-        there = _sizes(folder)
-        for name, size in files.items():
-            if there.get(name) != size:
-                reason = f"{name} has {there.get(name)} bytes, where {size} were saved"
+        there = _sums(folder)
+        for name, saved_as in files.items():
+            if there.get(name) != saved_as:
+                reason = f"{name} has {there.get(name)}, where {saved_as} were saved"
                 raise RunStateError(str(folder), reason)
         for name, mine in wanted.items():
             _require(folder, name, mine, saved[name])
@@ -336,9 +342,16 @@ def _step_of(folder: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    files = (one for one in folder.rglob("*") if one.is_file() and one.name != ABOUT)
-    return {one.relative_to(folder).as_posix(): one.stat().st_size for one in files}
+def _sums(folder: Path) -> dict[str, str]:
+    """Of each file its size, and of what is unpickled a checksum."""
+    found: dict[str, str] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != ABOUT:
+            found[name] = f"{path.stat().st_size} bytes"
+            if path.parent == folder:
+                found[name] += f" of xxh3 {xxhash.xxh3_64_hexdigest(path.read_bytes())}"
+    return found
 
 
 def _write(path: Path, state: Any) -> None:
@@ -370,6 +383,6 @@ def _random_states() -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])
