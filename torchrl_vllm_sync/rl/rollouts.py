@@ -308,10 +308,12 @@ class RolloutCollector(LLMCollector):
                 state["num_loaded"], state["prompts_sum"] = self._num_loaded, self._prompts_sum
             state["num_untrained"], state["ahead"] = self._num_untrained, ahead
             state["dialog_turns_per_batch"] = self.dialog_turns_per_batch
+            if self._is_own:
+                state["pacer"] = self._pacer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Goes on from the state of another collector; a pacer that both have is loaded before.
+        """Goes on from the state of another collector; a pacer that is shared has its own.
 
         Args:
             state_dict: The state.
@@ -325,7 +327,9 @@ class RolloutCollector(LLMCollector):
         """
         if self.path == "columns" or "num_loaded" in state_dict:
             self._check_state(state_dict)
-            for number, rows in state_dict["ahead"] if self._is_own else ():
+            if self._is_own:
+                self._pacer.load_state_dict(state_dict["pacer"])
+            for number, rows in state_dict["ahead"]:
                 ticket = self._pacer._call("admit", self.name)
                 if ticket is None or ticket.number != number:
                     raise PacingError(f"batch {number} was under way, and the pacer has {ticket}")
@@ -342,10 +346,13 @@ class RolloutCollector(LLMCollector):
     def _check_state(self, state: Any) -> None:
         """Refuses a state that this collector cannot go on from; reads the data set up to it."""
         self._check_goes_on()
-        if "num_loaded" not in state:
-            raise UnsupportedArgumentError(
-                "a collector by columns goes on from one by columns only"
+        if "num_loaded" not in state or self._is_own != ("pacer" in state):
+            told = (
+                "a state of a collector by columns is wanted, whose pacer is shared as this one's"
             )
+            raise UnsupportedArgumentError(told)
+        if self._is_own:
+            self._pacer._call("check_state", state["pacer"])
         if self._frames or self._ahead:
             raise PacingError(f"a state is loaded before the first batch, not by {self.name}")
         its, mine = state["dialog_turns_per_batch"], self.dialog_turns_per_batch
@@ -364,8 +371,9 @@ class RolloutCollector(LLMCollector):
 
     def _load(self, end: int) -> None:
         """Reads the data set up to a row."""
+        env: Any = self.env
         for row in range(self._num_loaded, end):
-            self._items[row] = item = _primer(self.env)._load_from_dataloader()  # type: ignore
+            self._items[row] = item = _primer(env)._load_from_dataloader()
             self._num_loaded, self._prompts_sum = row + 1, self._summed(item, self._prompts_sum)
 
     def _summed(self, item: Any, before: int) -> int:

@@ -94,7 +94,9 @@ class RunState:
         if pacer is not None and own not in (None, pacer):
             raise UnsupportedArgumentError("pacer is not that of collector")
         self.model, self.optimizer, self.updater = model, optimizer, updater
-        self.collector, self.pacer = collector, own if pacer is None else pacer
+        self.collector, self._gate = collector, own if pacer is None else pacer
+        is_shared = collector is None or not collector._is_own
+        self.pacer = self._gate if is_shared else None  # else it is part of the collector's state
         given = extra | {"buffer": buffer}
         self._others: dict[str, Any] = {n: one for n, one in given.items() if one is not None}
         for name, one in self._others.items():
@@ -200,10 +202,10 @@ class RunState:
     @contextlib.contextmanager
     def _frozen(self) -> Iterator[None]:
         """Nothing gets into the buffer meanwhile."""
-        if self.pacer is None:
+        if self._gate is None:
             yield
             return
-        call = self.pacer._call
+        call = self._gate._call
         try:
             call("freeze", waits=True)
             yield
