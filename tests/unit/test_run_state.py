@@ -413,6 +413,19 @@ def test_what_collectors_of_one_pacer_were_sampling_is_sampled_anew(tmp_path):
         next(iter(other))
 
 
+def test_a_collector_goes_on_from_a_state_by_itself():
+    first, other = collector(max_staleness=1), collector(max_staleness=1)
+    rollouts = iter(first)
+    next(rollouts)
+    other.load_state_dict(first.state_dict())
+    for _ in range(3):
+        rows, wanted = next(iter(other)), next(rollouts)
+        assert [*rows["query"]] == [*wanted["query"]]
+        assert torch.equal(rows["tokens", "full"], wanted["tokens", "full"])
+    with pytest.raises(UnsupportedArgumentError, match="whose pacer is shared as this one's"):
+        collector(pacer=Pacer(1, 4)).load_state_dict(first.state_dict())
+
+
 def test_nothing_is_handed_on_while_a_run_is_saved(tmp_path):
     pacer = Pacer(0, 4, timeout_s=0.2)
     pacer._call("join", "a", 4)
