@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.policy import vLLMWrapper as vLLMWrapper
     from torchrl_vllm_sync.rl.rollouts import RolloutCollector as RolloutCollector
     from torchrl_vllm_sync.rl.rollouts import TextReward as TextReward
+    from torchrl_vllm_sync.rl.run_state import RunState as RunState
     from torchrl_vllm_sync.rl.schemes import (
         VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
     )

@@ -318,10 +318,10 @@ class PacingError(SyncError, RuntimeError):
 
 
 class PacingTimeoutError(PacingError, TimeoutError):
-    """A collector was not admitted, or its turn did not come, in time.
+    """A collector was not admitted, its turn did not come, or its rows did not get on, in time.
 
     Attributes:
-        step: ``"admit"``, ``"turn"`` or ``"keep"``: what was waited for.
+        step: ``"admit"``, ``"turn"``, ``"keep"`` or ``"freeze"``: what was waited for.
         timeout_s: Seconds that were waited.
         told: How many rows are admitted and trained, and who holds those that are next.
     """
@@ -332,6 +332,7 @@ class PacingTimeoutError(PacingError, TimeoutError):
 
     def __str__(self) -> str:
         what = {"admit": "no rows were admitted", "turn": "the rows' turn did not come"}
+        what["freeze"] = "rows on their way did not get there"
         told = what.get(self.step, "no group was kept")
         return f"{told} within {self.timeout_s:g} s: {self.told}"
 
@@ -342,6 +343,22 @@ class VersionSpanError(SyncError, ValueError):
 
 class SnapshotError(SyncError, RuntimeError):
     """A snapshot directory is unusable: unwritable, full, foreign, truncated or corrupted."""
+
+
+class RunStateError(SyncError, ValueError):
+    """A saved run is none, is not whole, or is of another program; nothing was loaded.
+
+    Attributes:
+        path: The folder.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 class FencedWriterError(SyncError, RuntimeError):

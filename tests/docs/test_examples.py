@@ -30,6 +30,7 @@ SPOKEN_OF = {
     "RolloutCorrection",
     "RunLog",
     "register_strategy",
+    "RunState",
     "save_timeline",
     "ServiceStatus",
     "SnapshotReader",

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 30.0  # more than it waits itself, for an actor's answer
 TIMEOUT_S = 3600.0
+BOUNDS = "max_staleness", "batch_size"
+COUNTS = "num_rows", "num_admitted", "num_delivered", "num_asked", "num_trained"
 
 
 class Ticket(NamedTuple):
@@ -61,6 +63,8 @@ class Ledger:
         self._held: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._returned: list[tuple[int, tuple[int, ...]]] = []
         self._written: tuple[int, int] = -1, 0  # a ticket, and the buffer's count before its rows
+        self._handing: int | None = None  # the ticket whose rows are on their way to the trainer
+        self._is_frozen = False
         self._changed = asyncio.Event()
 
     def join(self, owner: str, num_rows: int) -> None:
@@ -77,6 +81,7 @@ class Ledger:
         """Takes back what a collector holds; whoever asks next gets the oldest of it."""
         for number in [one for one, (held, _) in self._held.items() if held == owner]:
             heapq.heappush(self._returned, (number, self._held.pop(number)[1]))
+            self._handing = None if number == self._handing else self._handing
         self._notify()
 
     def admit(self, owner: str) -> Ticket | None:
@@ -107,7 +112,10 @@ class Ledger:
         self._rows_of(owner, number)
         if self._returned and self._returned[0] < (number,):
             return self.admit(owner)
-        return (number == self.num_delivered and self._batches_ahead(number) <= 0) or None
+        if self._is_frozen or number != self.num_delivered or self._batches_ahead(number) > 0:
+            return None
+        self._handing = number
+        return True
 
     def write(self, owner: str, number: int, count: int) -> bool:
         """Whether a ticket whose turn it is has to be written to a buffer that counts what it got.
@@ -125,7 +133,7 @@ class Ledger:
         if number != self.num_delivered:
             raise PacingError(f"batch {number} was handed on before {self.num_delivered}")
         del self._held[number]
-        self.num_delivered += 1
+        self.num_delivered, self._handing = self.num_delivered + 1, None
         self._notify()
 
     def train(self, num_rows: int) -> None:
@@ -136,6 +144,39 @@ class Ledger:
         if num_rows > there:
             raise PacingError(f"{num_rows} rows were trained, where only {there} were there")
         self.num_trained += num_rows
+        self._notify()
+
+    def freeze(self) -> bool | None:
+        """Keeps rows from being handed on until :meth:`thaw`; None while some still are."""
+        self._is_frozen = True
+        return True if self._handing is None else None
+
+    def thaw(self) -> None:
+        """Ends :meth:`freeze`."""
+        self._is_frozen = False
+        self._notify()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far everyone is; what is held is to be asked for anew."""
+        held = ((number, rows) for number, (_, rows) in self._held.items())
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*BOUNDS, *COUNTS)}
+        return state | {"returned": sorted([*self._returned, *held])}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuses a state of other bounds, or once rows were admitted."""
+        for name in (*BOUNDS, "num_rows"):
+            mine, its = getattr(self, name), state[name]
+            if mine != its and (name in BOUNDS or (mine and its)):
+                raise UnsupportedArgumentError(f"{name} is {mine}, where it was {its} in the state")
+        if self.num_admitted:
+            raise PacingError(f"a state is loaded before rows are admitted: {self.told}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state."""
+        self.check_state(state)
+        for name in COUNTS:
+            setattr(self, name, state[name] or getattr(self, name))
+        self._returned = [*state["returned"]]
         self._notify()
 
     async def call(self, name: str, args: tuple[Any, ...], wait_s: float | None) -> Any:
@@ -253,6 +294,23 @@ class Pacer:
             owner: The collector's :attr:`RolloutCollector.name`.
         """
         self._call("leave", owner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how many rows are admitted, handed on and trained, and which are under way."""
+        return self._call("state_dict")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from the state of another pacer; rows that were under way are sampled anew.
+
+        Args:
+            state_dict: The state.
+
+        Raises:
+            UnsupportedArgumentError: ``max_staleness``, ``batch_size`` or the collectors' batches
+                are other ones; the pacer is as it was, as after the next.
+            PacingError: Collectors of this pacer have begun.
+        """
+        self._call("load_state_dict", state_dict)
 
     def _call(self, name: str, *args: Any, waits: bool = False) -> Any:
         wait_s = self.timeout_s if waits else None

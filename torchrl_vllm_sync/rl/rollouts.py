@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+import xxhash
 from tensordict import NonTensorData, TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import ReplayBuffer, Unbounded
@@ -29,6 +30,7 @@ from torchrl.modules.llm.policies import ChatHistory
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import (
     InvalidPromptError,
+    PacingError,
     PacingTimeoutError,
     RewardError,
     UnsupportedArgumentError,
@@ -246,6 +248,7 @@ class RolloutCollector(LLMCollector):
         self._num_untrained = 0
         self._items: dict[int, Any] = {}  # of the data set, by row
         self._num_loaded, self._loading = 0, threading.Lock()
+        self._prompts_sum = 0  # of all rows that were loaded, in their order
         # Groups that are not handed on, each with the version when it was sent: none of its tokens
         # is of an older one. As they end, they become ready.
         self._groups: dict[Future[Any], int] = {}
@@ -290,6 +293,93 @@ class RolloutCollector(LLMCollector):
         if self._pacer is not None:
             self._pacer._tell("leave", self.name)
         super().shutdown(*args, **kwargs)
+
+    def state_dict(self) -> Any:
+        """Returns TorchRL's state; where :attr:`path` is ``"columns"``, also which rows come next.
+
+        Batches that are sampled ahead are waited for, and are part of it. Those of a pacer that is
+        shared are not: they are sampled anew.
+        """
+        state = super().state_dict()
+        if self.path == "columns":
+            ahead = [(one.number, rows().clone()) for one, rows in self._ahead if self._is_own]
+            with self._loading:
+                state["num_loaded"], state["prompts_sum"] = self._num_loaded, self._prompts_sum
+            state["num_untrained"], state["ahead"] = self._num_untrained, ahead
+            state["dialog_turns_per_batch"] = self.dialog_turns_per_batch
+            if self._is_own:
+                state["pacer"] = self._pacer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Goes on from the state of another collector; a pacer that is shared has its own.
+
+        Args:
+            state_dict: The state.
+            **kwargs: ``LLMCollector``'s.
+
+        Raises:
+            UnsupportedArgumentError: The state is of another data set or of other batches, or
+                where either :attr:`path` is TorchRL's; the collector is as it was, as after the
+                next.
+            PacingError: The collector has begun.
+        """
+        if self.path == "columns" or "num_loaded" in state_dict:
+            self._check_state(state_dict)
+            if self._is_own:
+                self._pacer.load_state_dict(state_dict["pacer"])
+            for number, rows in state_dict["ahead"]:
+                ticket = self._pacer._call("admit", self.name)
+                if ticket is None or ticket.number != number:
+                    raise PacingError(f"batch {number} was under way, and the pacer has {ticket}")
+                self._ahead.append((ticket, lambda rows=rows: rows))
+            self._num_untrained = state_dict["num_untrained"]
+        super().load_state_dict(state_dict, **kwargs)
+
+    def _check_goes_on(self) -> None:
+        """Refuses ways of collecting in which no row has a place of its own."""
+        if self.path != "columns" or self._by_group:
+            how = "yield_completed_trajectories" if self._by_group else f"path {self.path!r}"
+            raise UnsupportedArgumentError(f"a collector goes on by columns only, not with {how}")
+
+    def _check_state(self, state: Any) -> None:
+        """Refuses a state that this collector cannot go on from; reads the data set up to it."""
+        self._check_goes_on()
+        if "num_loaded" not in state or self._is_own != ("pacer" in state):
+            told = (
+                "a state of a collector by columns is wanted, whose pacer is shared as this one's"
+            )
+            raise UnsupportedArgumentError(told)
+        if self._is_own:
+            self._pacer._call("check_state", state["pacer"])
+        if self._frames or self._ahead:
+            raise PacingError(f"a state is loaded before the first batch, not by {self.name}")
+        its, mine = state["dialog_turns_per_batch"], self.dialog_turns_per_batch
+        if its != mine:
+            told = f"dialog_turns_per_batch is {mine}, where it was {its} in the state"
+            raise UnsupportedArgumentError(told)
+        with self._loading:
+            num_rows = state["num_loaded"]
+            self._load(num_rows)
+            found = 0
+            for row in range(num_rows):
+                found = self._summed(self._items[row], found)
+        if found != state["prompts_sum"]:
+            told = f"the data set's first {num_rows} rows have other prompts than in the state"
+            raise UnsupportedArgumentError(told)
+
+    def _load(self, end: int) -> None:
+        """Reads the data set up to a row."""
+        env: Any = self.env
+        for row in range(self._num_loaded, end):
+            self._items[row] = item = _primer(env)._load_from_dataloader()
+            self._num_loaded, self._prompts_sum = row + 1, self._summed(item, self._prompts_sum)
+
+    def _summed(self, item: Any, before: int) -> int:
+        """A checksum of an item's prompt, and of all before it."""
+        env: Any = self.env
+        (asked,) = _listed(_column([item.get(env.base_env.data_key)]))
+        return xxhash.xxh3_64_intdigest(str(asked).encode(), before)
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
         # Before LLMCollector holds anything of the caller's. As it does, no InitTracker is added,
@@ -462,12 +552,9 @@ class RolloutCollector(LLMCollector):
 
     def _answered(self, rows: Sequence[int]) -> TensorDict:
         """Prompts and answers; several steps of the environment, which are independent, are one."""
-        env: Any = self.env
         policy: Any = self.policy
         with self._loading:
-            for row in range(self._num_loaded, max(rows) + 1):
-                self._items[row] = _primer(env)._load_from_dataloader()
-                self._num_loaded = row + 1
+            self._load(max(rows) + 1)
             loaded = [self._items[row] for row in rows]
         distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
         places = {id(one): at for at, one in enumerate(distinct)}

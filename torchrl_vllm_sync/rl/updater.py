@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrl.collectors.weight_update import WeightUpdaterBase
@@ -94,7 +94,12 @@ class WeightUpdater:
         self._post_hooks: list[Callable[[], Any]] = []
 
     def push_weights(
-        self, policy_or_weights: Any = None, worker_ids: Any = None, *, version: int | None = None
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: Any = None,
+        *,
+        version: int | None = None,
+        audit: bool | None = None,
     ) -> PushReport:
         """Brings every replica to new weights, and every registered collector to their version.
 
@@ -103,6 +108,8 @@ class WeightUpdater:
         Args:
             policy_or_weights: What to send; ``None`` sends ``source``.
             worker_ids: Must be ``None``: replicas on different versions would mix in one batch.
+            audit: For this push, another value than the updater's; of a sharded model the rank that
+                pushes says it.
 
         Returns:
             What the push did, also kept as ``last_report``.
@@ -126,8 +133,9 @@ class WeightUpdater:
             assert report.version is not None  # as in every push that is committed
             self._versions.announce(report.version)
         else:  # the service's listeners move the collectors
+            options = self._options if audit is None else replace(self._options, audit=audit)
             report = self.service.push_weights(
-                weights, version=version, transport=self._transport, **asdict(self._options)
+                weights, version=version, transport=self._transport, **asdict(options)
             )
         self.last_report = report
         for hook in list(self._post_hooks):
