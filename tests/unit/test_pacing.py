@@ -6,6 +6,7 @@ import pickle
 import random  # noqa: TID251  each is seeded
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -254,6 +255,31 @@ def test_who_waits_is_woken_and_not_for_ever():
     with pytest.raises(PacingTimeoutError, match=told) as caught:
         short._call("admit", "a", waits=True)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_what_a_dead_collector_waited_for_goes_to_others():
+    """Its call outlives it, in the actor that keeps the books."""
+
+    async def run(name):
+        ledger = Ledger(0, 4)
+        for owner in ("dead", "other"):
+            ledger.join(owner, 4)
+        ticket = ledger.admit("other")
+        late = asyncio.create_task(ledger.call("admit", ("dead",), 60.0))
+        await asyncio.sleep(0)
+        (ledger.leave if name == "leave" else partial(ledger.join, num_rows=4))("dead")
+        assert ledger.turn("other", ticket.number)
+        ledger.deliver("other", ticket.number)
+        ledger.train(4)
+        with pytest.raises(PacingError, match="dead has left"):
+            await late
+        if name == "leave":
+            with pytest.raises(PacingError, match="dead has left"):
+                await ledger.call("admit", ("dead",), None)
+        return await ledger.call("admit", ("other",), 1.0)
+
+    for name in ("leave", "join anew"):
+        assert asyncio.run(run(name)).number == 1
 
 
 def test_arguments_out_of_range_are_refused():

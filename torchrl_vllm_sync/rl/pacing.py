@@ -60,6 +60,7 @@ class Ledger:
         self.num_rows = 0  # of a ticket; the first collector says it
         self.num_admitted, self.num_delivered = 0, 0  # tickets
         self.num_asked, self.num_trained = 0, 0  # rows
+        self._joined: dict[str, object] = {}  # collectors, each with what tells its lives apart
         self._held: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._returned: list[tuple[int, tuple[int, ...]]] = []
         self._written: tuple[int, int] = -1, 0  # a ticket, and the buffer's count before its rows
@@ -76,9 +77,11 @@ class Ledger:
             raise UnsupportedArgumentError(f"{told} are no part of batch_size={self.batch_size}")
         self.num_rows = num_rows
         self.leave(owner)
+        self._joined[owner] = object()
 
     def leave(self, owner: str) -> None:
         """Takes back what a collector holds; whoever asks next gets the oldest of it."""
+        self._joined.pop(owner, None)
         for number in [one for one, (held, _) in self._held.items() if held == owner]:
             heapq.heappush(self._returned, (number, self._held.pop(number)[1]))
             self._handing = None if number == self._handing else self._handing
@@ -180,13 +183,21 @@ class Ledger:
         self._notify()
 
     async def call(self, name: str, args: tuple[Any, ...], wait_s: float | None) -> Any:
-        """The answer of a method; if it is to be waited for, once it is not None."""
-        deadline = Deadline(wait_s or 0)
+        """The answer of a method; if it is to be waited for, once it is not None.
+
+        Nothing is admitted for a collector that has left: it would not come for it.
+        """
+        deadline, owner = Deadline(wait_s or 0), next((x for x in args if isinstance(x, str)), "")
+        life = self._joined.get(owner)
+        if name == "admit" and life is None:  # sent before it died
+            raise PacingError(f"{owner} has left: {self.told}")
         while (answer := getattr(self, name)(*args)) is None and wait_s is not None:
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline.left_s)
             except TimeoutError:
                 raise PacingTimeoutError(name, wait_s, self.told) from None
+            if self._joined.get(owner) is not life:
+                raise PacingError(f"{owner} has left: {self.told}")
         return answer
 
     @property
