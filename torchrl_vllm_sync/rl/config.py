@@ -23,12 +23,12 @@ from torchrl_vllm_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 TINY = "tiny"
-_ANY = object()
 # Other keys of TorchRL's recipes (0.14), each with the only value that is taken. What may be
 # anything is Hydra's own, SGLang's, about actors that this program has not, or of no effect there.
+_ANY = object()
 _THEIRS: dict[str, Any] = {
     "env.reasoning": False,
     "model.compile": False,
@@ -219,17 +219,21 @@ class GRPOConfig:
                 type or out of range: all of them, by key.
         """
         tree, problems = dataclasses.asdict(cls()), dict[str, str]()
-        for given in _given(files, overrides, problems):
-            _merge(tree, given)
+        sources: list[tuple[Any, Any, str]] = [(_file, one, f"{one}") for one in files]
+        sources += [(_override, one, one.partition("=")[0]) for one in overrides]
+        for read, source, key in sources:
+            try:
+                _merge(tree, read(source))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                problems[key] = f"cannot be read: {error}"
         for key, only in _THEIRS.items():
             *path, name = key.split(".")
             owner = functools.reduce(_section, path, tree)
             if name in owner and (value := owner.pop(name)) != only and only is not _ANY:
                 problems[key] = f"must be {only}, got {shown(value)}"
         config, wrong = _validated(tree)
-        problems |= wrong
-        if problems:
-            raise ConfigError(problems)
+        if wrong or problems:
+            raise ConfigError(wrong | problems)
         return config
 
     def check(self) -> None:
@@ -243,32 +247,28 @@ class GRPOConfig:
 
     def _conflicts(self) -> dict[str, str]:
         """What does not go together, by key."""
-        found = dict[str, str]()
         env, train, engine = self.env, self.train, self.inference_model
-        multiples = {
-            "env.num_envs": (env.num_envs, "env.repeats", env.repeats),
-            "train.dialog_turns_per_batch": (
-                (rows := train.dialog_turns_per_batch), "env.num_envs", env.num_envs
-            ),
-            "train.optim_batch_size": (
-                train.optim_batch_size,
-                "train.gradient_accumulation_steps", train.gradient_accumulation_steps,
-            ),
-        }  # fmt: skip
-        for key, (value, other, of) in multiples.items():
-            if value % of:
-                found[key] = f"must be a multiple of {other}, which is {of}, got {value}"
-        if rows % train.optim_batch_size:
-            told = f"train.dialog_turns_per_batch, which is {rows}"
-            found["train.optim_batch_size"] = f"must divide {told}, got {train.optim_batch_size}"
-        if not self.num_batches:
-            found["train.total_dialog_turns"] = f"must be {rows} at least, which are a batch"
-        if self.train_model.lora.enabled and not self.train_model.lora.r:
-            found["train_model.lora.r"] = "must be at least 1 for adapters, got 0"
-        if engine.max_model_len is not None and engine.max_model_len <= engine.max_tokens:
-            told = f"above max_tokens, which is {engine.max_tokens}"
-            found["inference_model.max_model_len"] = f"must be {told}, got {engine.max_model_len}"
-        return found
+        rows, step, passes = (
+            train.dialog_turns_per_batch, train.optim_batch_size, train.gradient_accumulation_steps
+        )  # fmt: skip
+        room, lora = engine.max_model_len, self.train_model.lora
+        of = "must be a multiple of"
+        rules = [
+            ("env.num_envs", env.num_envs, env.num_envs % env.repeats,
+             f"{of} env.repeats, which is {env.repeats}"),
+            ("train.dialog_turns_per_batch", rows, rows % env.num_envs,
+             f"{of} env.num_envs, which is {env.num_envs}"),
+            ("train.optim_batch_size", step, step % passes,
+             f"{of} train.gradient_accumulation_steps, which is {passes}"),
+            ("train.optim_batch_size", step, rows % step,
+             f"must divide train.dialog_turns_per_batch, which is {rows}"),
+            ("train.total_dialog_turns", train.total_dialog_turns, not self.num_batches,
+             f"must be {rows} at least, which are a batch"),
+            ("train_model.lora.r", lora.r, lora.enabled and not lora.r, "must be at least 1"),
+            ("inference_model.max_model_len", room, room is not None and room <= engine.max_tokens,
+             f"must be above max_tokens, which is {engine.max_tokens}"),
+        ]  # fmt: skip
+        return {key: f"{why}, got {value}" for key, value, wrong, why in rules if wrong}
 
 
 class _Loader(yaml.SafeLoader):
@@ -280,30 +280,21 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _given(
-    files: Sequence[str | os.PathLike[str]], overrides: Sequence[str], problems: dict[str, str]
-) -> Iterator[Mapping[Any, Any]]:
-    """Yields trees of settings; notes what cannot be read."""
-    sources = [(f"{file}", "", Path(file)) for file in files]
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if equals:
-            sources.append((key, key, text))
-        else:
-            problems[override] = "must be section.key=value"
-    for name, key, source in sources:
-        try:
-            text = source.read_text() if isinstance(source, Path) else source
-            tree = yaml.load(text, _Loader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            problems[name] = f"cannot be read: {error}"
-            continue
-        for one in reversed(key.split(".") if key else ()):
-            tree = {one: tree}
-        if isinstance(tree, Mapping):
-            yield tree
-        elif tree is not None:
-            problems[name] = f"must hold sections, got {shown(tree)}"
+def _file(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
+    tree = yaml.load(Path(path).read_text(), _Loader) or {}
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"must hold sections, got {shown(tree)}")  # noqa: TRY004
+    return tree
+
+
+def _override(text: str) -> Mapping[Any, Any]:
+    keys, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError("must be section.key=value")
+    tree = yaml.load(value, _Loader)
+    for name in reversed(keys.split(".")):
+        tree = {name: tree}
+    return tree
 
 
 def _merge(tree: dict[Any, Any], over: Mapping[Any, Any]) -> None:
@@ -324,19 +315,17 @@ def _validated(tree: dict[str, Any]) -> tuple[GRPOConfig, dict[str, str]]:
     try:
         config = TypeAdapter(GRPOConfig).validate_python(tree)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        return GRPOConfig(), {
-            (key := ".".join(map(str, one["loc"]))): _why(key, one) for one in found
-        }
+        return GRPOConfig(), {".".join(map(str, one["loc"])): _why(one) for one in error.errors()}
     return config, config._conflicts()
 
 
-def _why(key: str, error: Any) -> str:
+def _why(error: Any) -> str:
+    """What pydantic found, in our words."""
     if error["type"] == "unexpected_keyword_argument":
         sections = dataclasses.asdict(GRPOConfig()).items()
         known = [one for name, of in sections for one in (name, *(f"{name}.{key}" for key in of))]
-        close = difflib.get_close_matches(key, known, n=1)
+        close = difflib.get_close_matches(".".join(map(str, error["loc"])), known, n=1)
         return "is no such setting" + (f": did you mean {close[0]}?" if close else "")
-    is_section = error["type"] in ("dataclass_type", "dataclass_exact_type")
+    is_section = error["type"] == "dataclass_type"
     told = "must be a section" if is_section else re.sub(r"^\w+ should", "must", error["msg"])
     return f"{told}, got {shown(error['input'])}"
