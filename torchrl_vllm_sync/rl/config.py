@@ -281,7 +281,7 @@ _Loader.add_implicit_resolver(
 
 
 def _file(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    tree = yaml.load(Path(path).read_text(), _Loader) or {}
+    tree = {} if (read := yaml.load(Path(path).read_text(), _Loader)) is None else read
     if not isinstance(tree, Mapping):
         raise ValueError(f"must hold sections, got {shown(tree)}")  # noqa: TRY004
     return tree
