@@ -57,24 +57,24 @@ def test_overrides_lie_over_files_and_files_over_defaults(files):
 
 WRONG = {
     "unknown": ("train.max_stalenes=3", "train.max_stalenes", "did you mean train.max_staleness"),
-    "no section": ("trane.lr=3", "trane.lr", "no such setting"),
-    "inside a value": ("model.name.x=3", "model.name.x", "no such setting"),
-    "a section": ("train=5", "train", "is a section, got 5"),
+    "no section": ("trane.lr=3", "trane", "no such setting: did you mean train"),
+    "inside a value": ("model.name.x=3", "model.name", "must be a valid string"),
+    "a section": ("train=5", "train", "must be a section, got 5"),
     "no value": ("train.sync", "train.sync", "must be section.key=value"),
     "no YAML": ("train.sync=[", "train.sync", "cannot be read"),
-    "text": ("optimizer.lr=fast", "optimizer.lr", "must be a finite number, got 'fast'"),
+    "text": ("optimizer.lr=fast", "optimizer.lr", "must be a valid number, got 'fast'"),
     "not a number": ("optimizer.lr=.nan", "optimizer.lr", "must be a finite number, got nan"),
-    "truth": ("env.repeats=true", "env.repeats", "must be an integer, got True"),
-    "a number": ("model.name=3", "model.name", "must be text, got 3"),
-    "nothing": ("train.epochs=null", "train.epochs", "must be an integer, got None"),
-    "too small": ("env.repeats=1", "env.repeats", "must be at least 2, got 1"),
-    "zero": ("optimizer.lr=0", "optimizer.lr", "must be above 0, got 0"),
+    "truth": ("env.repeats=true", "env.repeats", "must be a valid integer, got True"),
+    "a number": ("model.name=3", "model.name", "must be a valid string, got 3"),
+    "nothing": ("train.epochs=null", "train.epochs", "must be a valid integer, got None"),
+    "too small": ("env.repeats=1", "env.repeats", "must be greater than or equal to 2, got 1"),
+    "zero": ("optimizer.lr=0", "optimizer.lr", "must be greater than 0, got 0"),
     "too much": (
         "inference_model.gpu_memory_utilization=2",
         "inference_model.gpu_memory_utilization",
-        "must be at most 1, got 2",
+        "must be less than or equal to 1, got 2",
     ),
-    "a choice": ("logging.backend=disk", "logging.backend", "one of csv, tensorboard"),
+    "a choice": ("logging.backend=disk", "logging.backend", "csv|tensorboard"),
     "theirs": ("train.use_kl_to_ref=true", "train.use_kl_to_ref", "must be False, got True"),
     "groups": ("env.repeats=5", "env.num_envs", "multiple of env.repeats, which is 5, got 32"),
     "steps": ("train.optim_batch_size=64", "train.optim_batch_size", "must divide"),
@@ -101,7 +101,9 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
     assert {*caught.value.problems} == wanted
     config = GRPOConfig()
     config.train.epochs, config.inference_model = 0, None
-    with pytest.raises(ConfigError, match=r"train.epochs must be at least 1.*must be a section"):
+    with pytest.raises(
+        ConfigError, match=r"train.epochs must be greater than or equal to 1.*must be a section"
+    ):
         config.check()
 
 

@@ -1,39 +1,42 @@
 """What a GRPO run is made of: one tree of dataclasses, filled from YAML files and overrides.
 
 Sections and keys are those of TorchRL's ``sota-implementations/grpo/config`` where they mean the
-same. Neither torch nor vLLM is imported: whatever is wrong is told at once.
+same. Neither torch nor vLLM is imported: whatever is wrong is told at once, by pydantic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import types
+import functools
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
+
+import yaml
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 TINY = "tiny"
-_ANY = object()
 # Other keys of TorchRL's recipes (0.14), each with the only value that is taken. What may be
 # anything is Hydra's own, SGLang's, about actors that this program has not, or of no effect there.
+_ANY = object()
 _THEIRS: dict[str, Any] = {
     "env.reasoning": False,
     "model.compile": False,
     "train.use_kl_to_ref": False,
     "train.empty_replay_buffer": True,
     "train_model.num_devices": 1,
-    "train_model.quantization.enabled": False,
-    "inference_model.quantization.enabled": False,
+    "train_model.quantization": {"enabled": False},
+    "inference_model.quantization": {"enabled": False},
     "inference_model.backend": "vllm",
     "inference_model.top_p": 1.0,
     "inference_model.include_stop_str_in_output": True,
@@ -48,13 +51,13 @@ _THEIRS: dict[str, Any] = {
     **{f"ray.{one}_config": _ANY for one in ("collector", "train_handler", "replay_buffer")},
 }
 
-_TYPES = {int: "an integer", float: "a finite number", bool: "true or false", str: "text"}
-_TYPES[dict] = "a mapping"
-
-
-def _setting(default: Any, **limits: Any) -> Any:
-    """A field with limits: ``least``, ``above`` (greater than), ``most`` and ``choices``."""
-    return field(default=default, metadata=limits)
+Flag = Annotated[bool, Strict()]
+Natural = Annotated[int, Strict(), Field(ge=0)]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Several = Annotated[int, Strict(), Field(ge=2)]
+Share = Annotated[float, Strict(), Field(gt=0, le=1)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Coefficient = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
@@ -65,8 +68,8 @@ class EnvConfig:
     # module:function, which is called with the configuration and returns prompts, an iterable of
     # {"query": [text], ...}, and a TextReward.
     dataset: str = "low-ids"
-    num_envs: int = _setting(32, least=1)  # rows that are sampled at a time: whole groups
-    repeats: int = _setting(8, least=2)  # answers to each prompt, which are a group
+    num_envs: Count = 32  # rows that are sampled at a time: whole groups
+    repeats: Several = 8  # answers to each prompt, which are a group
 
 
 @dataclass
@@ -80,56 +83,58 @@ class ModelConfig:
 class TrainConfig:
     """How it is trained."""
 
-    total_dialog_turns: int = _setting(1280, least=1)  # rows of all batches; whole batches count
-    dialog_turns_per_batch: int = _setting(32, least=1)  # a multiple of num_envs
-    optim_batch_size: int = _setting(32, least=1)  # rows of an optimizer step
-    gradient_accumulation_steps: int = _setting(1, least=1)  # its passes, of equal size
-    epochs: int = _setting(1, least=1)  # how often a batch is gone through
-    sync: bool = True  # no row is of older weights than the trainer's: sampling waits for it
-    max_staleness: int = _setting(2, least=0)  # without sync: how many versions older it may be
+    total_dialog_turns: Count = 1280  # rows of all batches; whole batches count
+    dialog_turns_per_batch: Count = 32  # a multiple of num_envs
+    optim_batch_size: Count = 32  # rows of an optimizer step
+    gradient_accumulation_steps: Count = 1  # its passes, of equal size
+    epochs: Count = 1  # how often a batch is gone through
+    sync: Flag = True  # no row is of older weights than the trainer's: sampling waits for it
+    max_staleness: Natural = 2  # without sync: how many versions older it may be
     # Optimizer steps after which weights are pushed, once their batch is done.
-    weight_update_frequency: int | None = _setting(None, least=1)
-    mixed_precision: bool = True  # the loss is computed in bfloat16 on a GPU
-    packing: bool = False  # rows of a pass one after the other, without padding
-    kl_to_inference_coeff: float = _setting(0.0, least=0)
-    entropy_coeff: float = _setting(0.0, least=0)
-    logging_frequency: int = _setting(1, least=1)  # in batches
-    seed: int = _setting(0, least=0)  # of the prompts' order, the tiny model and the engines
+    weight_update_frequency: Count | None = None
+    mixed_precision: Flag = True  # the loss is computed in bfloat16 on a GPU
+    packing: Flag = False  # rows of a pass one after the other, without padding
+    kl_to_inference_coeff: Coefficient = 0.0
+    entropy_coeff: Coefficient = 0.0
+    logging_frequency: Count = 1  # in batches
+    seed: Natural = 0  # of the prompts' order, the tiny model and the engines
 
 
 @dataclass
 class LoraConfig:
     """Adapters of all linear layers, made by the package peft; what else there is stays."""
 
-    enabled: bool = False
-    r: int = _setting(8, least=0)
-    alpha: int = _setting(16, least=0)
+    enabled: Flag = False
+    r: Natural = 8
+    alpha: Natural = 16
 
 
 @dataclass
 class TrainModelConfig:
     """The trainer's copy of the model, on the last GPU if there are any."""
 
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Flag = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     attn_implementation: str | None = None  # on a GPU
-    torch_dtype: str = _setting("float32", choices=("float32", "bfloat16"))  # adapters: float32
+    torch_dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = (
+        "float32"  # adapters: float32
+    )
 
 
 @dataclass
 class InferenceModelConfig:
     """The engines."""
 
-    num_devices: int = _setting(2, least=1)  # replicas, with an engine each
-    tensor_parallel_size: int = _setting(1, least=1)  # GPUs of each
-    torch_dtype: str = _setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    gpu_memory_utilization: float = _setting(0.9, above=0, most=1)
-    temperature: float = _setting(1.0, above=0)  # the loss's, too
-    max_tokens: int = _setting(16, least=1)  # of an answer
-    max_model_len: int | None = _setting(None, least=2)  # the model's own otherwise
-    enforce_eager: bool = False  # no CUDA graphs
-    enable_prefix_caching: bool = True
-    verbose: bool = False  # vLLM's logs
+    num_devices: Count = 2  # replicas, with an engine each
+    tensor_parallel_size: Count = 1  # GPUs of each
+    torch_dtype: Annotated[str, Field(pattern="^(auto|float32|bfloat16|float16)$")] = "auto"
+    gpu_memory_utilization: Share = 0.9
+    temperature: Positive = 1.0  # the loss's, too
+    max_tokens: Count = 16  # of an answer
+    max_model_len: Several | None = None  # the model's own otherwise
+    enforce_eager: Flag = False  # no CUDA graphs
+    enable_prefix_caching: Flag = True
+    verbose: Flag = False  # vLLM's logs
     engine_args: dict[str, Any] = field(default_factory=dict)  # others of from_pretrained
 
 
@@ -137,11 +142,11 @@ class InferenceModelConfig:
 class OptimizerConfig:
     """The optimizer, of torch.optim."""
 
-    name: str = _setting("AdamW", choices=("Adam", "AdamW"))
-    lr: float = _setting(5e-3, above=0)
-    eps: float = _setting(1e-8, above=0)
-    weight_decay: float = _setting(0.01, least=0)
-    clip_grad_norm: float = _setting(1.0, above=0)
+    name: Annotated[str, Field(pattern="^(Adam|AdamW)$")] = "AdamW"
+    lr: Positive = 5e-3
+    eps: Positive = 1e-8
+    weight_decay: Coefficient = 0.01
+    clip_grad_norm: Positive = 1.0
 
 
 @dataclass
@@ -157,10 +162,10 @@ class LoggingConfig:
     """What a run leaves."""
 
     experiment_name: str | None = None  # of data set and model otherwise
-    backend: str = _setting("csv", choices=("csv", "tensorboard", "wandb", "mlflow", "trackio"))
+    backend: Annotated[str, Field(pattern="^(csv|tensorboard|wandb|mlflow|trackio)$")] = "csv"
     log_dir: str = "outputs/grpo"
     checkpoint_dir: str | None = None  # for the trained weights, as transformers saves them
-    checkpoint_frequency: int | None = _setting(None, least=1)  # in batches; in the end otherwise
+    checkpoint_frequency: Count | None = None  # in batches; in the end otherwise
 
 
 @dataclass
@@ -178,6 +183,8 @@ class GRPOConfig:
         env, model, train, train_model, inference_model, optimizer, ray, logging: Its sections, see
             ``torchrl_vllm_sync.rl.config``.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of its sections, too
 
     env: EnvConfig = field(default_factory=EnvConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -211,13 +218,22 @@ class GRPOConfig:
             ConfigError: Files or values cannot be read, keys are unknown, or values are of a wrong
                 type or out of range: all of them, by key.
         """
-        config, problems = cls(), dict[str, str]()
-        for key, value in _given(files, overrides, problems):
-            if why := config._put(key, value):
-                problems[key] = why
-        problems = config._problems() | problems
-        if problems:
-            raise ConfigError(problems)
+        tree, problems = dataclasses.asdict(cls()), dict[str, str]()
+        sources: list[tuple[Any, Any, str]] = [(_file, one, f"{one}") for one in files]
+        sources += [(_override, one, one.partition("=")[0]) for one in overrides]
+        for read, source, key in sources:
+            try:
+                _merge(tree, read(source))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                problems[key] = f"cannot be read: {error}"
+        for key, only in _THEIRS.items():
+            *path, name = key.split(".")
+            owner = functools.reduce(_section, path, tree)
+            if name in owner and (value := owner.pop(name)) != only and only is not _ANY:
+                problems[key] = f"must be {only}, got {shown(value)}"
+        config, wrong = _validated(tree)
+        if wrong or problems:
+            raise ConfigError(wrong | problems)
         return config
 
     def check(self) -> None:
@@ -226,137 +242,90 @@ class GRPOConfig:
         Raises:
             ConfigError: All of them, by key.
         """
-        if problems := self._problems():
+        if problems := _validated(dataclasses.asdict(self))[1]:
             raise ConfigError(problems)
 
-    def _put(self, key: str, value: Any) -> str | None:
-        """Sets one value; returns what is wrong with its key."""
-        for theirs, only in _THEIRS.items():
-            if key == theirs or key.startswith(f"{theirs}."):
-                return None if only in (_ANY, value) else f"must be {only}, got {shown(value)}"
-        *path, name = key.split(".")
-        owner: Any = self
-        for one in path:
-            owner = owner.setdefault(one, {}) if isinstance(owner, dict) else vars(owner).get(one)
-            if not isinstance(owner, dict) and not is_dataclass(owner):
-                break
-        if isinstance(owner, dict):
-            owner[name] = value
-        elif not is_dataclass(owner) or name not in vars(owner):
-            known = [one for one, *_ in _settings(self)]
-            close = difflib.get_close_matches(key, known, n=1)
-            return "there is no such setting" + (f": did you mean {close[0]}?" if close else "")
-        elif is_dataclass(getattr(owner, name)):
-            return None if value is None else f"is a section, got {shown(value)}"
-        else:
-            setattr(owner, name, _as_number(value, get_type_hints(type(owner))[name]))
-        return None
-
-    def _problems(self) -> dict[str, str]:
-        """What is wrong, by key."""
-        found = {key: why for key, *one in _settings(self) if (why := _problem(*one))}
-        if found:
-            return found  # nothing else can be said
+    def _conflicts(self) -> dict[str, str]:
+        """What does not go together, by key."""
         env, train, engine = self.env, self.train, self.inference_model
-        multiples = {
-            "env.num_envs": (env.num_envs, "env.repeats", env.repeats),
-            "train.dialog_turns_per_batch": (
-                (rows := train.dialog_turns_per_batch), "env.num_envs", env.num_envs
-            ),
-            "train.optim_batch_size": (
-                train.optim_batch_size,
-                "train.gradient_accumulation_steps", train.gradient_accumulation_steps,
-            ),
-        }  # fmt: skip
-        for key, (value, other, of) in multiples.items():
-            if value % of:
-                found[key] = f"must be a multiple of {other}, which is {of}, got {value}"
-        if rows % train.optim_batch_size:
-            told = f"train.dialog_turns_per_batch, which is {rows}"
-            found["train.optim_batch_size"] = f"must divide {told}, got {train.optim_batch_size}"
-        if not self.num_batches:
-            found["train.total_dialog_turns"] = f"must be {rows} at least, which are a batch"
-        if self.train_model.lora.enabled and not self.train_model.lora.r:
-            found["train_model.lora.r"] = "must be at least 1 for adapters, got 0"
-        if engine.max_model_len is not None and engine.max_model_len <= engine.max_tokens:
-            told = f"above max_tokens, which is {engine.max_tokens}"
-            found["inference_model.max_model_len"] = f"must be {told}, got {engine.max_model_len}"
-        return found
+        rows, step, passes = (
+            train.dialog_turns_per_batch, train.optim_batch_size, train.gradient_accumulation_steps
+        )  # fmt: skip
+        room, lora = engine.max_model_len, self.train_model.lora
+        of = "must be a multiple of"
+        rules = [
+            ("env.num_envs", env.num_envs, env.num_envs % env.repeats,
+             f"{of} env.repeats, which is {env.repeats}"),
+            ("train.dialog_turns_per_batch", rows, rows % env.num_envs,
+             f"{of} env.num_envs, which is {env.num_envs}"),
+            ("train.optim_batch_size", step, step % passes,
+             f"{of} train.gradient_accumulation_steps, which is {passes}"),
+            ("train.optim_batch_size", step, rows % step,
+             f"must divide train.dialog_turns_per_batch, which is {rows}"),
+            ("train.total_dialog_turns", train.total_dialog_turns, not self.num_batches,
+             f"must be {rows} at least, which are a batch"),
+            ("train_model.lora.r", lora.r, lora.enabled and not lora.r, "must be at least 1"),
+            ("inference_model.max_model_len", room, room is not None and room <= engine.max_tokens,
+             f"must be above max_tokens, which is {engine.max_tokens}"),
+        ]  # fmt: skip
+        return {key: f"{why}, got {value}" for key, value, wrong, why in rules if wrong}
 
 
-def _given(
-    files: Sequence[str | os.PathLike[str]], overrides: Sequence[str], problems: dict[str, str]
-) -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys with their values; notes what cannot be read."""
-    import yaml
-
-    for file in files:
-        try:
-            tree = yaml.safe_load(Path(file).read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            problems[f"{file}"] = f"cannot be read: {error}"
-            continue
-        if isinstance(tree, Mapping):
-            yield from _leaves(tree)
-        elif tree is not None:
-            problems[f"{file}"] = f"must hold sections, got {shown(tree)}"
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            problems[key] = f"cannot be read: {error}"
-            continue
-        if not equals:
-            problems[override] = "must be section.key=value"
-        else:
-            yield from _leaves({key: value})
+class _Loader(yaml.SafeLoader):
+    """Takes ``1e-5`` for a number, which is text in YAML 1.1."""
 
 
-def _leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)
 
 
-def _settings(section: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Mapping[str, Any]]]:
-    """Each setting's key, value, type and limits."""
-    kinds = get_type_hints(type(section))
-    for one in dataclasses.fields(section):
-        key, value = f"{path}{one.name}", getattr(section, one.name)
-        if is_dataclass(kinds[one.name]) and isinstance(value, kinds[one.name]):
-            yield from _settings(value, f"{key}.")
-        else:
-            yield key, value, kinds[one.name], one.metadata
+def _file(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
+    tree = {} if (read := yaml.load(Path(path).read_text(), _Loader)) is None else read
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"must hold sections, got {shown(tree)}")  # noqa: TRY004
+    return tree
 
 
-def _as_number(value: Any, kind: Any) -> Any:
-    """A number that YAML 1.1 takes for text, as ``1e-5``, where one is wanted."""
-    if kind is float and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def _override(text: str) -> Mapping[Any, Any]:
+    keys, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError("must be section.key=value")
+    tree = yaml.load(value, _Loader)
+    for name in reversed(keys.split(".")):
+        tree = {name: tree}
+    return tree
 
 
-def _problem(value: Any, kind: Any, limits: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value, if anything is."""
-    kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if value is None and type(None) in kinds:
-        return None
-    wanted = get_origin(kinds[0]) or kinds[0]
-    fits = type(value) is wanted or (wanted is float and type(value) is int)
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        return f"must be {_TYPES.get(wanted, 'a section')}, got {shown(value)}"
-    if "least" in limits and value < limits["least"]:
-        return f"must be at least {limits['least']}, got {value}"
-    if "above" in limits and value <= limits["above"]:
-        return f"must be above {limits['above']}, got {value}"
-    if "most" in limits and value > limits["most"]:
-        return f"must be at most {limits['most']}, got {value}"
-    if value not in limits.get("choices", (value,)):
-        return f"must be one of {', '.join(limits['choices'])}, got {shown(value)}"
-    return None
+def _merge(tree: dict[Any, Any], over: Mapping[Any, Any]) -> None:
+    """Puts settings over others; a section of which nothing is said stays."""
+    for name, value in over.items():
+        if not isinstance(tree.get(name), dict) or not isinstance(value, Mapping | None):
+            tree[name] = value
+        elif value is not None:
+            _merge(tree[name], value)
+
+
+def _section(tree: dict[Any, Any], name: str) -> dict[Any, Any]:
+    return inner if isinstance(inner := tree.get(name), dict) else {}
+
+
+def _validated(tree: dict[str, Any]) -> tuple[GRPOConfig, dict[str, str]]:
+    """Returns the configuration, and what is wrong with it by key."""
+    try:
+        config = TypeAdapter(GRPOConfig).validate_python(tree)
+    except ValidationError as error:
+        return GRPOConfig(), {".".join(map(str, one["loc"])): _why(one) for one in error.errors()}
+    return config, config._conflicts()
+
+
+def _why(error: Any) -> str:
+    """What pydantic found, in our words."""
+    if error["type"] == "unexpected_keyword_argument":
+        sections = dataclasses.asdict(GRPOConfig()).items()
+        known = [one for name, of in sections for one in (name, *(f"{name}.{key}" for key in of))]
+        close = difflib.get_close_matches(".".join(map(str, error["loc"])), known, n=1)
+        return "is no such setting" + (f": did you mean {close[0]}?" if close else "")
+    is_section = error["type"] == "dataclass_type"
+    told = "must be a section" if is_section else re.sub(r"^\w+ should", "must", error["msg"])
+    return f"{told}, got {shown(error['input'])}"

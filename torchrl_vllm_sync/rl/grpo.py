@@ -195,10 +195,7 @@ def _with_adapters(model: Any, settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
+        r=settings.r, lora_alpha=settings.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     return get_peft_model(model, adapters)  # in float32, whatever the model is in
 
@@ -386,8 +383,8 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         running.enter_context(set_list_to_stack(True))  # TorchRL's chat environments ask for it
         if config.model.name == TINY:
             directory = running.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
-            path = make_tiny_checkpoint(directory, seed=config.train.seed, diverse=False)
-            config.model.name = str(path)
+            seed = config.train.seed
+            config.model.name = str(make_tiny_checkpoint(directory, seed=seed, diverse=False))
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
         except OSError as error:
@@ -404,12 +401,11 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         for step in run:
             # Whoever evaluates beside training, or saves what it takes to go on, does so here:
             # `run` holds model, optimizer and collector, and the service has what was pushed.
-            told = {f"training/{one}": value for one, value in step.figures.items()}
             if step.number % config.train.logging_frequency == 0:
+                told = {f"training/{one}": value for one, value in step.figures.items()}
                 logger.log_metrics(told, step=step.number)
-                at, version = step.number, step.version
-                said = log_rollouts(logger, step.rows, at, version=version)
-                found.append({**said, **step.figures, "version": version})
+                said = log_rollouts(logger, step.rows, step.number, version=step.version)
+                found.append({**said, **step.figures, "version": step.version})
                 bar.set_postfix_str(f"reward {found[-1]['reward']:.3f}", refresh=False)
             _save(run, step.number, tokenizer)
             bar.update()
