@@ -12,7 +12,7 @@ from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
 
 from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
 from torchrl_vllm_sync.engine import args
-from torchrl_vllm_sync.engine.args import KV_CACHE_WATERMARK, for_replica, make_engine_args
+from torchrl_vllm_sync.engine.args import for_replica, make_engine_args
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
@@ -49,11 +49,6 @@ def test_what_torchrls_grpo_scripts_configure_is_taken(caplog):
     assert args.gpu_memory_utilization == 0.9
     if not hasattr(args, "swap_space"):
         assert "swap_space is passed over" in caplog.text
-
-
-def test_some_of_the_kv_cache_is_left_to_running_requests_unless_the_user_says_otherwise():
-    assert make_engine_args("a/model").watermark == KV_CACHE_WATERMARK
-    assert make_engine_args("a/model", watermark=0.0).watermark == 0.0
 
 
 def test_a_checkpoint_may_be_a_path(tmp_path):

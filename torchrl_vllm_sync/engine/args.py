@@ -28,9 +28,6 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 CPU_MEMORY_FRACTION = 0.05
 # How many log-probabilities of a token can be asked for: sampling masks of a top_k up to 248.
 MAX_LOGPROBS = 256
-# Share of KV-cache blocks left to running requests when another is admitted. Without it vLLM admits
-# whatever fits now, and preempts, and computes anew, when answers grow: ``benchmarks/kv_pressure``.
-KV_CACHE_WATERMARK = 0.05
 # A service has fewer replicas than this, so that no two engines of it ever have the same seed.
 SEEDS_OF_A_START = 10_007
 # torchrl/modules/llm/backends/vllm/vllm_plugin.py: turns on TorchRL's FP32 output layers.
@@ -84,7 +81,6 @@ def make_engine_args(
     settings: dict[str, Any] = {
         "model": os.fspath(model_name),
         "enable_prefix_caching": True,
-        "watermark": KV_CACHE_WATERMARK,
         # Those of the distribution that tokens are sampled from: at temperature 1, with no token
         # removed or weighed otherwise, vLLM's raw ones.
         "logprobs_mode": "processed_logprobs",
