@@ -21,6 +21,7 @@ from torchrl_vllm_sync.service.fleet import (
     QueueLengthScaling,
     RestartBudget,
     Supervisor,
+    idlest,
 )
 
 SERVING, STALE = ReplicaState.SERVING, ReplicaState.STALE
@@ -62,7 +63,8 @@ class Fleet:
         for _ in range(num_replicas):
             self.load.add(str(len(self.load.replica_ids)), SERVING)
 
-    def remove_replicas(self, replica_ids, *, drain_timeout_s):
+    def remove_replicas(self, number, *, drain_timeout_s):
+        replica_ids = idlest(self.load.snapshots())[:number]
         self.done.append(("remove", *replica_ids))
         for one in replica_ids:
             self.load.remove(one)

@@ -252,6 +252,7 @@ class GRPOConfig:
             train.dialog_turns_per_batch, train.optim_batch_size, train.gradient_accumulation_steps
         )  # fmt: skip
         room, lora = engine.max_model_len, self.train_model.lora
+        often = self.logging.checkpoint_frequency
         of = "must be a multiple of"
         rules = [
             ("env.num_envs", env.num_envs, env.num_envs % env.repeats,
@@ -264,6 +265,8 @@ class GRPOConfig:
              f"must divide train.dialog_turns_per_batch, which is {rows}"),
             ("train.total_dialog_turns", train.total_dialog_turns, not self.num_batches,
              f"must be {rows} at least, which are a batch"),
+            ("logging.checkpoint_frequency", often, often and self.logging.checkpoint_dir is None,
+             "needs logging.checkpoint_dir"),
             ("train_model.lora.r", lora.r, lora.enabled and not lora.r, "must be at least 1"),
             ("inference_model.max_model_len", room, room is not None and room <= engine.max_tokens,
              f"must be above max_tokens, which is {engine.max_tokens}"),

@@ -61,7 +61,8 @@ class RolloutCorrection(Transform):
 
     Call it on a batch before the loop over minibatches: ``policy`` scores the rows by the weights
     that it has then, which takes a forward pass; or, with ``shared_pass=True``, on each minibatch
-    just before the loss, which then takes that pass for its own. Advantages must be there already.
+    just before the loss and under its autocast, which then takes that pass for its own. Advantages
+    must be there already.
 
     Example:
         >>> correct = RolloutCorrection(policy, weigh="token", cap=2.0, version=service)

@@ -13,7 +13,7 @@ from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Evaluator:
     On a replica that is pinned (:meth:`AsyncVLLM.pinned`): pushes and rollouts use the others.
 
     Example:
-        >>> greedy = functools.partial(vLLMWrapper, tokenizer=tokenizer, input_mode="history", ...)
+        >>> greedy = functools.partial(vLLMWrapper, tokenizer=tokenizer, input_mode="history")
         >>> evaluator = Evaluator(service, problems, right, greedy, logger=logger)
         >>> evaluator.start()       # with the weights that are served now
         >>> train_on(next(batches)); updater.push_weights()
@@ -124,6 +124,8 @@ class Evaluator:
             TimeoutError: It has not ended within that time.
             RequestLostError, NoReplicaAvailableError: The pinned replica died.
             RewardError: See :class:`TextReward`.
+            VersionSpanError: The replica has taken other weights by itself, from a folder that it
+                follows.
         """
         check_wait("timeout_s", timeout_s)
         if (running := self._running) is None:
@@ -172,6 +174,11 @@ class Evaluator:
             rows = next(iter(collector))
         finally:
             collector.shutdown()
+        names = ("policy_version", "max_policy_version")
+        sampled_by = {int(one) for name in names for one in rows[name].flatten()}
+        if sampled_by != {version}:
+            told = f"version {version} was evaluated, and its rows are of {sorted(sampled_by)}"
+            raise VersionSpanError(told)
         return Evaluation(
             version=version,
             reward=float(rows["next", "reward"].mean()),

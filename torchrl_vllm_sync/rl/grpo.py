@@ -228,6 +228,8 @@ class GRPORun:
     it waited for the rows and trained, ``wait_s`` and ``train_s``.
 
     Example:
+        >>> from torchrl_vllm_sync.rl.grpo import engine_args
+        >>> tensordict.set_list_to_stack(True).set()  # TorchRL's ChatEnv asks for it
         >>> with AsyncVLLM.from_pretrained(name, **engine_args(config)) as service:
         ...     with GRPORun(config, service, tokenizer) as run:
         ...         for step in run:
@@ -281,7 +283,8 @@ class GRPORun:
     def __iter__(self) -> Iterator[GRPOStep]:
         train, unpushed = self.config.train, 0
         sampling = iter(self.collector)
-        for number in range(self.config.num_batches):
+        begin = self.collector._frames // train.dialog_turns_per_batch  # of a run that is resumed
+        for number in range(begin, self.config.num_batches):
             began_at, began = time.time(), time.perf_counter()
             rows: Any = self._advantage.inv(next(sampling))
             sampled, version = time.perf_counter(), self.service.weight_version
@@ -351,6 +354,9 @@ def _check_machine(config: GRPOConfig) -> None:
     """Refuses what wants GPUs or a package that this machine has not."""
     if config.train_model.lora.enabled and importlib.util.find_spec("peft") is None:
         raise ConfigError({"train_model.lora.enabled": "needs a package: pip install peft"})
+    backend = config.logging.backend
+    if backend != "csv" and importlib.util.find_spec(backend) is None:
+        raise ConfigError({"logging.backend": f"needs a package: pip install {backend}"})
     engine, there = config.inference_model, torch.cuda.device_count()
     needed = engine.num_devices * engine.tensor_parallel_size + 1
     if there and needed > there and not ray.is_initialized():
@@ -365,7 +371,7 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         config: The run.
 
     Returns:
-        What ``log_rollouts`` and the optimizer steps said of each batch.
+        What ``log_rollouts`` and the optimizer steps said of each batch that was logged.
 
     Raises:
         ConfigError: Settings are no such, do not go together or want what this machine has not,

@@ -51,8 +51,8 @@ class RunState:
         >>> run = RunState(model, optimizer, collector=collector, buffer=buffer, updater=updater)
         >>> if resume:
         ...     run.load("runs/sums")
-        >>> for rows in collector:
-        ...     train(rows)
+        >>> for _ in collector:
+        ...     train(buffer.sample())
         ...     updater.push_weights()
         ...     run.save("runs/sums")
 

@@ -516,7 +516,7 @@ class RunLog:
         check_integer("samples", samples, 0)
         self.logger, self.service, self.reward, self.samples = logger, service, reward, samples
         self._gpus, self._open = GPUUse(), contextlib.ExitStack()
-        self._since = 0.0
+        self._since: float | None = None  # not before ``with``
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as entered:
@@ -528,6 +528,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._since = None
         self._open.close()
 
     def __call__(self, rows: TensorDictBase, step: int, **figures: Any) -> dict[str, float]:
@@ -555,14 +556,15 @@ class RunLog:
         for name, value in figures.items():
             found |= _flat(name, value)
         now = time.perf_counter()
-        seconds, busy = now - self._since, self._gpus.between(self._since, now) or []
-        found["step/seconds"] = seconds
-        if "tokens" in of_rows:
-            found["step/tokens_per_s"] = of_rows["tokens"] / seconds
-        found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
-        if busy:
-            found["step/gpu_busy"] = statistics.fmean(busy)
-        self._since = now
+        if self._since is not None:
+            seconds, busy = now - self._since, self._gpus.between(self._since, now) or []
+            found["step/seconds"] = seconds
+            if "tokens" in of_rows:
+                found["step/tokens_per_s"] = of_rows["tokens"] / seconds
+            found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
+            if busy:
+                found["step/gpu_busy"] = statistics.fmean(busy)
+            self._since = now
         self.logger.log_metrics(found, step=step)
         _show_by_row(self.logger, "rollout", by_row)
         if table:

@@ -194,6 +194,7 @@ class LoadMonitor:
             # A handle of an earlier connection must not be used in a later one.
             if not is_connected or _connection() != connection:
                 return False
+            asked_at = time.monotonic()  # what is marked from now on counts more than an answer
             current = {replica.replica_id: replica for replica in replicas()}
             for replica_id, ask in list(asks.items()):
                 replica = current.get(replica_id)
@@ -203,7 +204,7 @@ class LoadMonitor:
                     self._judge(ask)
             for replica_id in current.keys() - asks.keys():
                 known = self._tracker.snapshot(replica_id)
-                asked_at, in_flight = time.monotonic(), known.in_flight if known else 0
+                in_flight = known.in_flight if known else 0
                 try:
                     futures = [ref.future() for ref in self._reader.ask(current[replica_id])]
                 except AttributeError as error:  # the actor lacks a method

@@ -22,6 +22,7 @@ from torchrl_vllm_sync.replica import Member, ReplicaState
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
+from torchrl_vllm_sync.weights.push import HOLD_BACK_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -163,8 +164,7 @@ class Fleet:
         if self._newest_version(ids):
             time.sleep(PROPAGATION_S)  # from now on others' pushes reach them too
         for _ in range(MAX_LOOKS):
-            newest = self._newest_version(ids)
-            run_id = self._pusher.committed_run_id if newest == self._pusher.committed else None
+            newest, run_id = self._newest(ids)
             self._call(members, "admit", newest, run_id)
             if newest:
                 self.catch_up(ids)
@@ -207,14 +207,21 @@ class Fleet:
         """Ends the hold; a replica that died meanwhile is restarted like any other."""
         replica_id = member.replica_id
         try:
+            if not self.is_open:
+                return
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
                 membership = self._replicas.membership if self.is_open else None
                 known = membership.find(replica_id) if membership else None
                 if known is None or not known.held:  # it was removed, restarted or shut down
                     return
+                # Before anybody asks it, or it would say that it serves, as it did all the while.
+                newest, run_id = self._newest([replica_id])
+                self._call([member], "hold_back", newest, run_id, limit_s=HOLD_BACK_TIMEOUT_S)
                 self._put([member])
-        except errors.SyncError as error:
-            self._load.mark(replica_id, ReplicaState.FAILED, str(error))  # so that it is restarted
+                self._replicas.note_left_behind(newest, [replica_id])
+        except BaseException as error:  # an interrupt from the keyboard, too
+            why = str(error) or type(error).__name__
+            self._load.mark(replica_id, ReplicaState.FAILED, why)  # so that it is restarted
             raise
         finally:
             with self._lock:
@@ -240,6 +247,11 @@ class Fleet:
         # While none serves, the newest that any ever held: trainers of other processes have
         # committed up to that, and the launched weights must not come back.
         return max([self._pusher.committed, *(served or [self._load.newest_version])])
+
+    def _newest(self, but: Sequence[str]) -> tuple[int, str | None]:
+        """:meth:`_newest_version`, and the run that it belongs to, if that is known."""
+        newest, pusher = self._newest_version(but), self._pusher
+        return newest, pusher.committed_run_id if newest == pusher.committed else None
 
     def remove_replicas(
         self,
@@ -583,7 +595,7 @@ class Supervisor:
             self._begin(SCALING, self._scalings, self._fleet.add_replicas, wanted - len(there))
         else:
             remove = functools.partial(self._fleet.remove_replicas, drain_timeout_s=limit_s)
-            self._begin(SCALING, self._scalings, remove, idlest(there)[: len(there) - wanted])
+            self._begin(SCALING, self._scalings, remove, len(there) - wanted)
 
     def _begin(
         self, name: str, budget: RestartBudget, work: Callable[[Any], object], arg: Any

@@ -506,11 +506,10 @@ class Replicas(Sequence[Member]):
         timeout_s: float = REPORT_TIMEOUT_S,
     ) -> None:
         """Asks replicas for reports ahead of the monitor's next look, and passes on a push."""
-        standings = self.standings()
+        asked_at, standings = self.load.clock(), self.standings()
         asked = standings.keys() if replica_ids is None else standings.keys() & set(replica_ids)
         doubted = {name for name in asked if name in doubtful or standings[name].absence}
         method, args = ("report", ()) if pushed is None else ("note_push", (pushed,))
-        asked_at = self.load.clock()
         late = self.start_calls(method, dict.fromkeys(doubted, args))
         sure = self.start_calls(method, dict.fromkeys(asked - doubted, args))
         # Those that may not answer are not waited for long.

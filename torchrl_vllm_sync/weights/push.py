@@ -494,7 +494,9 @@ class WeightPusher:
                 if check is not None:
                     check.end()
                 self._check_repeat(given, version)
-                ledger.is_current &= was_ours()  # another trainer may have pushed since
+                if not (ours := was_ours()):  # another may have pushed since, or holds a replica
+                    self._client.refresh_members()
+                ledger.is_current &= ours
                 self._open(source)
                 if options.audit:
                     self._plan_audit(source)
