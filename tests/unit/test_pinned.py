@@ -42,10 +42,16 @@ def test_the_least_busy_is_held_and_then_admitted_as_a_new_one_is(rig):
         assert ("keep_card", "actor 1") in rig.calls
         told(rig.load, "0", SERVING, 7)
         rig.calls.clear()
+    first = next(name for name, actor in rig.calls if actor == "actor 1")
+    assert first == "hold_back"  # its actor has said all the while that it serves
     assert ("admit", "actor 1") in rig.calls
     assert rig.caught_up == [["1"]]
     assert rig.replicas.current() == rig.replicas.members
     assert rig.load.snapshot("1").state is ReplicaState.STALE  # until it reports the version
+    told(rig.load, "1", SERVING, 5)  # as it did before
+    assert [one.replica_id for one in rig.load.admitting()] == ["0"]
+    told(rig.load, "1", SERVING, 7)
+    assert [one.replica_id for one in rig.load.admitting()] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +107,13 @@ def test_who_is_held_is_not_removed_by_number(rig):
         rig.fleet.remove_replicas(1)
 
 
-def test_who_cannot_come_back_for_a_push_that_never_ends_is_restarted(rig, monkeypatch):
+@pytest.mark.parametrize("why", [SyncError("a push was under way"), KeyboardInterrupt()])
+def test_who_cannot_come_back_for_a_push_that_never_ends_is_restarted(rig, monkeypatch, why):
     @contextlib.contextmanager
     def never(timeout_s):
-        raise SyncError(f"a push was under way for {timeout_s:g} s")
+        raise why
         yield
 
-    with pytest.raises(SyncError, match="a push was under way"), held(rig) as one:
+    with pytest.raises(type(why)), held(rig) as one:
         monkeypatch.setattr(rig.pusher, "exclusive", never)
     assert rig.load.snapshot(one.replica_id).state is ReplicaState.FAILED
