@@ -321,7 +321,7 @@ class PacingTimeoutError(PacingError, TimeoutError):
     """A collector was not admitted, its turn did not come, or its rows did not get on, in time.
 
     Attributes:
-        step: ``"admit"``, ``"turn"``, ``"keep"`` or ``"freeze"``: what was waited for.
+        step: ``"admit"``, ``"turn"``, ``"keep"`` or ``"settled"``: what was waited for.
         timeout_s: Seconds that were waited.
         told: How many rows are admitted and trained, and who holds those that are next.
     """
@@ -332,7 +332,7 @@ class PacingTimeoutError(PacingError, TimeoutError):
 
     def __str__(self) -> str:
         what = {"admit": "no rows were admitted", "turn": "the rows' turn did not come"}
-        what["freeze"] = "rows on their way did not get there"
+        what["settled"] = "rows on their way did not get there"
         told = what.get(self.step, "no group was kept")
         return f"{told} within {self.timeout_s:g} s: {self.told}"
 

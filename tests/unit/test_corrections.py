@@ -250,6 +250,20 @@ def step(policy, rows):
     return rows
 
 
+def fused_step(policy, rows):
+    """By an optimizer that tensors do not count."""
+    for one in policy.model.parameters():
+        one.grad = torch.ones_like(one)
+    torch.optim.AdamW(policy.model.parameters(), 1e-3, fused=True).step()
+    policy.model.zero_grad()
+    return rows
+
+
+def train_mode(policy, rows):
+    policy.model.train()
+    return rows
+
+
 def others(_, rows):
     tokens = rows["tokens", "full"]
     rows["tokens", "full"] = torch.where(sampled(rows)[..., 0], tokens + 1, tokens)
@@ -263,13 +277,38 @@ def copied(policy, rows):
 
 @pytest.mark.parametrize(
     ("between", "expected"),
-    [(step, [True, True]), (others, [True, True]), (copied, [True])],
+    [
+        (step, [True, True]),
+        (fused_step, [True, True]),
+        (train_mode, [True, True]),
+        (others, [True, True]),
+        (copied, [True]),
+    ],
 )
 def test_a_pass_is_shared_only_for_the_same_rows_and_weights(
     scored_rows, model, passes, between, expected
 ):
     corrected(model, scored_rows, passes, shared_pass=True, between=between)
+    model.eval()
     assert passes == expected
+
+
+def test_a_pass_is_not_shared_with_another_precision(scored_rows, model, passes):
+    policy = TrainerPolicy(model)
+    rows = RolloutCorrection(policy, weigh="token", shared_pass=True)(scored_rows)
+    passes[:] = [True]
+    with torch.autocast("cpu", torch.bfloat16):
+        GRPOLoss(policy, entropy_coeff=0.0, masking_strategy="sft")(rows)
+    assert passes == [True, True]
+
+
+def test_the_entropy_without_gradients_is_there_before_the_log_probabilities(scored_rows, model):
+    policy = TrainerPolicy(model)
+    policy.score_ahead(scored_rows)
+    ahead = policy.get_dist(scored_rows, mask_key=("masks", "all_assistant_mask"))
+    with torch.no_grad():
+        fresh = policy.get_dist(scored_rows, mask_key=("masks", "all_assistant_mask"))
+        assert torch.equal(ahead.entropy(), fresh.entropy())
 
 
 def test_a_pass_is_taken_once(scored_rows, model, passes):

@@ -28,6 +28,7 @@ class Run:
         self.num_written, self.num_silent_deaths = 0, 0
 
     dies_silently = False  # between writing its rows and saying so
+    empties = False  # the trainer its buffer, which then counts anew
 
     def admit(self, owner):
         self.take(owner, self.ledger.admit(owner))
@@ -77,6 +78,7 @@ class Run:
             self.ages += [self.version - version for _, version in rows]
             self.trained += [row for row, _ in rows]
             self.version += self.random.random() < 0.8  # not each batch is followed by a push
+            self.num_written *= not self.empties
             self.ledger.train(self.batch)
 
     def go(self, steps, *, failing=True):
@@ -123,7 +125,7 @@ class Forgetful(Ledger):
 
 def dying_silently(seed, ledger=Ledger):
     run = Run(seed, staleness=seed % 3, batch=8, rows=[2, 4, 8][seed % 3], ledger=ledger)
-    run.dies_silently = True
+    run.dies_silently, run.empties = True, seed % 2 == 0
     run.go(1000, failing=False)
     return run
 
@@ -280,6 +282,37 @@ def test_what_a_dead_collector_waited_for_goes_to_others():
 
     for name in ("leave", "join anew"):
         assert asyncio.run(run(name)).number == 1
+
+
+def test_a_save_that_is_given_up_leaves_nothing_frozen():
+    async def run():
+        ledger = Ledger(0, 4)
+        ledger.join("a", 4)
+        number = ledger.admit("a").number
+        assert ledger.turn("a", number)
+        ledger.freeze()
+        waiting = asyncio.create_task(ledger.call("settled", (), 60.0))
+        await asyncio.sleep(0)
+        ledger.thaw()
+        assert await waiting
+        ledger.deliver("a", number)
+        ledger.train(4)
+        assert ledger.turn("a", ledger.admit("a").number)
+
+    asyncio.run(run())
+
+
+def test_what_was_written_is_part_of_the_state():
+    ledger, other = Ledger(1, 4), Ledger(1, 4)
+    for one in (ledger, other):
+        one.join("a", 4)
+    number = ledger.admit("a").number
+    assert ledger.turn("a", number)
+    assert ledger.write("a", number, 8)
+    ledger.leave("a")  # it died, and its rows are in the buffer that is saved
+    other.load_state_dict(ledger.state_dict())
+    assert other.admit("a").number == number
+    assert not other.write("a", number, 12)
 
 
 def test_arguments_out_of_range_are_refused():

@@ -173,6 +173,27 @@ def test_a_run_is_saved_before_its_first_step(tmp_path):
     assert stopped.seen == other.seen == whole.seen
 
 
+def partly_trained():
+    """A model of which a part has had no gradient yet, and its optimizer."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def test_parameters_without_a_gradient_until_then_have_no_state_afterwards(tmp_path):
+    model, optimizer = partly_trained()
+    model[0](torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    RunState(model, optimizer).save(tmp_path)
+    other, resumed = partly_trained()
+    RunState(other, resumed).load(tmp_path)
+    assert [one in resumed.state for one in other.parameters()] == [True, True, False, False]
+    for each, whose in ((model, optimizer), (other, resumed)):
+        each[1](each[0](torch.ones(2))).sum().backward()
+        whose.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 def test_a_service_that_is_further_keeps_its_versions(tmp_path):
     stopped, other = Program(0), Program(1)
     stopped.train(1)

@@ -171,7 +171,7 @@ class Evaluator:
         env = env.append_transform(StepCounter(max_steps=1)).append_transform(self._reward.clone())
         collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=num_rows)
         try:
-            rows = next(iter(collector))
+            rows: Any = next(iter(collector))
         finally:
             collector.shutdown()
         names = ("policy_version", "max_policy_version")

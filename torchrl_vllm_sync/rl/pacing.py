@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 GRACE_S = 30.0  # more than it waits itself, for an actor's answer
 TIMEOUT_S = 3600.0
 BOUNDS = "max_staleness", "batch_size"
-COUNTS = "num_rows", "num_admitted", "num_delivered", "num_asked", "num_trained"
+COUNTS = "num_rows", "num_admitted", "num_delivered", "num_asked", "num_trained", "_written"
 
 
 class Ticket(NamedTuple):
@@ -123,12 +123,14 @@ class Ledger:
     def write(self, owner: str, number: int, count: int) -> bool:
         """Whether a ticket whose turn it is has to be written to a buffer that counts what it got.
 
-        A collector that died may have done so, and not have said it.
+        A collector that died may have done so, and not have said it. The trainer may even have
+        taken the rows; a buffer that it empties then must go on counting.
         """
         self._rows_of(owner, number)
         if self._written[0] != number:
             self._written = number, count
-        return count - self._written[1] < self.num_rows
+            return True
+        return count == self._written[1] and self.num_trained < (number + 1) * self.num_rows
 
     def deliver(self, owner: str, number: int) -> None:
         """Notes that a ticket's rows are where the trainer takes them from."""
@@ -149,10 +151,13 @@ class Ledger:
         self.num_trained += num_rows
         self._notify()
 
-    def freeze(self) -> bool | None:
-        """Keeps rows from being handed on until :meth:`thaw`; None while some still are."""
+    def freeze(self) -> None:
+        """Keeps rows from being handed on until :meth:`thaw`."""
         self._is_frozen = True
-        return True if self._handing is None else None
+
+    def settled(self) -> bool | None:
+        """None while rows are still handed on that had begun to be before :meth:`freeze`."""
+        return True if self._handing is None or not self._is_frozen else None
 
     def thaw(self) -> None:
         """Ends :meth:`freeze`."""

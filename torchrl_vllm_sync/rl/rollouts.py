@@ -279,6 +279,9 @@ class RolloutCollector(LLMCollector):
             if self._ticket is not None:
                 self._deliver()
             yield batch
+        if self._ahead and not self._is_own:  # what it took over from another was its last
+            self._ahead.clear()
+            self._pacer._call("leave", self.name)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Ends the collector; what is being sampled ahead is not waited for, groups are cancelled.

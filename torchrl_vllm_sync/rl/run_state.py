@@ -21,10 +21,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from torchrl_vllm_sync.checks import check_integer
-from torchrl_vllm_sync.errors import RunStateError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 if TYPE_CHECKING:
@@ -122,20 +127,16 @@ class RunState:
             PacingTimeoutError: What a collector was handing on did not get to its buffer in time.
         """
         root, (rank, num_ranks) = Path(directory), _place()
-        newest = max(map(_step_of, root.glob(f"{SAVED}*")), default=-1)
-        number = newest + 1 if step is None else step
-        check_integer("step", number, 0)
-        if number <= newest:
-            raise RunStateError(str(root), f"step {newest} is saved already, {number} is not later")
+        told: list[Any] = [None]
+        with _together(root):
+            if rank == 0:
+                told = [_begun(root, step)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(told)
+        (number,) = told
         name = f"{number:08d}"
         folder = root / (UNFINISHED + name)
-        if rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-            for left in root.glob(f"{UNFINISHED}*"):  # by one that was killed
-                remove_folder(left)
-            folder.mkdir()
-        _meet()
-        with self._frozen():
+        with _together(root), self._frozen():
             _write(folder / f"rank-{rank}.pt", self._state())
         self._access(state_dict_saver.save, folder)
         if rank == 0:
@@ -181,14 +182,14 @@ class RunState:
                 self.pacer._call("check_state", state["pacer"])
             if self.collector is not None:
                 self.collector._check_state(state["collector"])
-        with contextlib.ExitStack() as undo:
+        with _together(folder), contextlib.ExitStack() as undo:
             for name, one in self._others.items():
                 undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
                 one.load_state_dict(state["others"][name])
             undo.pop_all()
-        for one in (self.pacer, self.collector):
-            if one is not None:
-                one.load_state_dict(state["pacer" if one is self.pacer else "collector"])
+            for one in (self.pacer, self.collector):
+                if one is not None:
+                    one.load_state_dict(state["pacer" if one is self.pacer else "collector"])
         self.model.zero_grad(set_to_none=True)
         self._access(state_dict_loader.load, folder, has_begun=state["has_begun"])
         if self.optimizer is not None:
@@ -207,7 +208,8 @@ class RunState:
             return
         call = self._gate._call
         try:
-            call("freeze", waits=True)
+            call("freeze")
+            call("settled", waits=True)
             yield
         finally:
             call("thaw")
@@ -239,6 +241,12 @@ class RunState:
         optimizers: Any = self.optimizer if begun else []
         model, optimizer = get_state_dict(self.model, optimizers)
         state = {"model": model, "optimizer": optimizer}
+        if has_begun:  # parameters that had no gradient until then have no state there
+            found = FileSystemReader(folder / MODEL).read_metadata().planner_data or {}
+            saved = {path[2] for path in found.values() if path[:2] == ("optimizer", "state")}
+            kept: Any = optimizer["state"]
+            for name in kept.keys() - saved:
+                del kept[name]
         with warnings.catch_warnings():  # which torch gives although it is told so
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             how(state, checkpoint_id=folder / MODEL, no_dist=not dist.is_initialized())
@@ -248,6 +256,7 @@ class RunState:
                 optimizers,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optimizer"],
+                options=StateDictOptions(strict=False),  # keys and shapes were compared
             )
             if self.optimizer is not None and not begun:
                 self.optimizer.state.clear()
@@ -302,6 +311,20 @@ class RunState:
         updater.push_weights(weights, version=version if is_behind else None, audit=audit)
 
 
+def _begun(root: Path, step: int | None) -> int:
+    """The number of a save, for which there is a folder now."""
+    newest = max(map(_step_of, root.glob(f"{SAVED}*")), default=-1)
+    number = newest + 1 if step is None else step
+    check_integer("step", number, 0)
+    if number <= newest:
+        raise RunStateError(str(root), f"step {newest} is saved already, {number} is not later")
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(f"{UNFINISHED}*"):  # by one that was killed
+        remove_folder(left)
+    (root / f"{UNFINISHED}{number:08d}").mkdir()
+    return number
+
+
 def _require(folder: Path, name: str, mine: Any, saved: Any) -> None:
     """Raises if something of this program is not as in the one that saved."""
     if isinstance(mine, dict) and isinstance(saved, dict):
@@ -317,7 +340,7 @@ def _together(root: Path) -> Iterator[None]:
     problem = None
     try:
         yield
-    except SyncError as error:
+    except Exception as error:  # noqa: BLE001  raised below
         problem = error
     if dist.is_initialized():
         told: list[Any] = [None] * dist.get_world_size()
@@ -351,7 +374,7 @@ def _sums(folder: Path) -> dict[str, str]:
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != ABOUT:
             found[name] = f"{path.stat().st_size} bytes"
-            if path.parent == folder:
+            if path.suffix != ".distcp":
                 found[name] += f" of xxh3 {xxhash.xxh3_64_hexdigest(path.read_bytes())}"
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from tensordict import LazyStackedTensorDict, MetaData, TensorDict, lazy_stack
 from torch.nn.functional import pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from torchrl.modules.llm.policies.common import LLMWrapperBase, LogProbs
 from transformers import PreTrainedModel
@@ -38,6 +40,9 @@ _PROBE = 16
 
 # A logit beside which any other is certain, at any temperature.
 _NOTHING = -1e30
+
+_STEPS = Counter[str]()
+register_optimizer_step_post_hook(lambda *_: _STEPS.update(["of any optimizer"]))
 
 # Of N token ids [N]: their log-probabilities and the entropies of their positions, float32 [N].
 _Scorer: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
@@ -246,12 +251,16 @@ class TrainerPolicy(LLMWrapperBase):
         with torch.enable_grad():
             dist = self.get_dist(rows, mask_key=_ASSISTANT)
             found = dist.keep(tokens)
-        self._ahead = _ScoredAhead(tokens, dist, self._weight_counts())
+        self._ahead = _ScoredAhead(tokens, dist, self._conditions())
         return found.detach()
 
-    def _weight_counts(self) -> list[int]:
-        """How often each parameter was written to."""
-        return [one._version for one in self.model.parameters()]
+    def _conditions(self) -> list[Any]:
+        """What must be the same for the same numbers: weights, precision and mode."""
+        parameters = [*self.model.parameters()]
+        kind = parameters[0].device.type
+        precision = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        written = [one._version for one in parameters]  # which fused optimizers do not count
+        return [_STEPS["of any optimizer"], precision, self.model.training, *written]
 
     def get_dist(
         self,
@@ -311,8 +320,9 @@ class TrainerPolicy(LLMWrapperBase):
         mask, ahead = mask.bool() & attention.bool(), self._ahead
         if ahead is not None and torch.is_grad_enabled():
             self._ahead = None
-            if ahead.is_of(tokens, mask) and ahead.weights == self._weight_counts():
+            if ahead.is_of(tokens, mask) and ahead.conditions == self._conditions():
                 return ahead.dist
+            del ahead  # and its graph
         inner: Any = unwrap(self.model)
         num_tokens = inner.get_input_embeddings().weight.shape[0]
         longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
@@ -404,7 +414,8 @@ class TokenDistribution(torch.distributions.Distribution):
     def entropy(self) -> Tensor:
         """Float32 [B, T] in nats, 0 where :meth:`log_prob` is by definition."""
         if torch.is_grad_enabled() not in self._entropies:
-            self.log_prob(self._tokens)
+            scores = self._scorer(self._tokens[self._positions])
+            self._entropies[torch.is_grad_enabled()] = scores[1]
         return self._laid_out(self._entropies[torch.is_grad_enabled()])
 
     def _laid_out(self, values: Tensor) -> Tensor:
@@ -417,7 +428,7 @@ class _ScoredAhead:
 
     tokens: Tensor
     dist: TokenDistribution
-    weights: list[int]
+    conditions: list[Any]
 
     def is_of(self, tokens: Tensor, mask: Tensor) -> bool:
         pairs = (tokens, self.tokens), (mask, self.dist.mask)
