@@ -206,7 +206,10 @@ def test_a_service_refuses_text_without_a_tokenizer_and_adapters_for_each_prompt
     )
     members = [SimpleNamespace(description=SimpleNamespace(max_model_len=8, vocab_size=300))]
     replicas = SimpleNamespace(
-        settings=settings, require=lambda: SimpleNamespace(members=members), current=None, load=None
+        settings=settings,
+        require=lambda: SimpleNamespace(members=members),
+        answering=None,
+        load=None,
     )
     requests = Requests(replicas, None, lambda: False)
     assert requests.prepare(IDS, None, None).requests[0].prompt == tokens_prompt(IDS)

@@ -195,7 +195,9 @@ def test_the_tokenizer_is_fetched_from_a_replica_that_lives(monkeypatch):
 
     monkeypatch.setattr(requests.ray, "get", get)
     replicas = [Replica(name, Actor(error)) for name, error in LOST.items()]
-    found = SimpleNamespace(current=lambda: replicas, load=LoadTracker([]))
+    found = SimpleNamespace(
+        current=lambda: replicas, answering=lambda: replicas, load=LoadTracker([])
+    )
     made = requests.Requests(found, None, lambda: False)
     with pytest.raises(NoReplicaAvailableError, match=r"OutOfMemoryError.*NodeDiedError"):
         made._fetch_tokenizer()

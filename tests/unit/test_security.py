@@ -382,6 +382,10 @@ def test_trainer_ranks_take_plain_verdicts_only(malicious):
 UNPICKLING = {
     # CUDA handles from this library's trainer, in an argument of a Ray call.
     "engine/worker.py",
+    # A saved run that the user names: rows and parts of the user's own, see ``RunState.load``.
+    "rl/run_state.py",
+    # YAML by a ``SafeLoader``, which makes plain values only.
+    "rl/config.py",
 }
 NAMES = {"load", "loads", "Unpickler", "load_memmap", "from_pickle", "read_pickle"}
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "joblib", "torch", "np"}
