@@ -32,6 +32,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/gpu
+OWN_ENGINES := $(addprefix tests/engine/test_,grpo_command.py grpo_programs.py pinned.py run_state.py)
+OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) \
+    $(wildcard tests/test_*.py)) $(OWN_ENGINES)
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
@@ -56,7 +59,8 @@ $(STAMP): requirements.lock pyproject.toml
 grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 	$(BIN)/python tutorials/01_grpo_sync.py
 
-# Tests with engines mostly wait, so those without, and the cells of the kill matrix, run beside them:
+# Tests with engines mostly wait, so those without run beside them, as do some that start engines of
+# their own: the cells of the kill matrix, and OWN_ENGINES:
 # two processes of pytest, each with a record in build/tests. What the second one printed follows when
 # it has ended. A selection may leave one of them nothing to do, which is pytest's status 5.
 test: MARKS := -m "not slow"
@@ -66,12 +70,13 @@ test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'
 
 test-engines: $(STAMP)
-	$(BIN)/python -m pytest $(MARKS) --junit-xml=$(TEST_LOGS)/engines.xml $(ENGINE_TESTS) $(PYTEST_ARGS) \
+	$(BIN)/python -m pytest $(MARKS) --junit-xml=$(TEST_LOGS)/engines.xml $(ENGINE_TESTS) \
+	    $(addprefix --ignore=,$(OWN_ENGINES)) $(PYTEST_ARGS) \
 	    || [ $$? = 5 ]
 
 test-unit: $(STAMP)
 	@mkdir -p $(TEST_LOGS); status=0; $(BIN)/python -m pytest $(MARKS) --junit-xml=$(TEST_LOGS)/unit.xml \
-	    tests $(addprefix --ignore=,$(ENGINE_TESTS) tests/docs) $(PYTEST_ARGS) >$(TEST_LOGS)/unit.log 2>&1 \
+	    $(OTHER_TESTS) $(PYTEST_ARGS) >$(TEST_LOGS)/unit.log 2>&1 \
 	    || status=$$?; printf '\n=== the other tests\n'; cat $(TEST_LOGS)/unit.log; \
 	    [ $$status = 0 ] || [ $$status = 5 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import os
 import statistics
 import sys
 import tempfile
@@ -342,7 +343,9 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
     num_gpus = engine.num_devices * engine.tensor_parallel_size if torch.cuda.is_available() else 0
     given: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     given |= {one: of for one, of in config.ray.init_config.items() if not one.startswith("_")}
-    given["num_gpus"] = num_gpus
+    given.setdefault("address", os.environ.get("RAY_ADDRESS", "local"))
+    if given["address"] == "local":
+        given["num_gpus"] = num_gpus
     ray.init(**given)
     try:
         yield
