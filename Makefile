@@ -32,7 +32,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 TEST_LOGS := build/tests
 ENGINE_TESTS := tests/engine tests/ray tests/gpu
-OWN_ENGINES := $(addprefix tests/engine/test_,grpo_command.py grpo_programs.py pinned.py run_state.py)
+OWN_ENGINES := $(addsuffix .py,$(addprefix tests/engine/test_,grpo_command grpo_programs paced_rollouts \
+    pinned run_state tutorials_interrupted))
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) \
     $(wildcard tests/test_*.py)) $(OWN_ENGINES)
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
@@ -65,7 +66,7 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 # it has ended. A selection may leave one of them nothing to do, which is pytest's status 5.
 test: MARKS := -m "not slow"
 test: $(STAMP)  ## Prove what is promised, in ten minutes (PYTEST_ARGS="-k memmap" selects)
-test-all: $(STAMP)  ## Run all tests, in forty minutes
+test-all: $(STAMP)  ## Run all tests, in three quarters of an hour
 test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'
 

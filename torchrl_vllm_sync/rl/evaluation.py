@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tensordict import set_list_to_stack
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 
@@ -156,6 +157,7 @@ class Evaluator:
         with stack:
             return self._evaluate(pinned)
 
+    @set_list_to_stack(True)  # as TorchRL's ChatEnv asks for
     def _evaluate(self, pinned: AsyncVLLM) -> Evaluation:
         began, version = time.perf_counter(), pinned.weight_version
         policy, num_rows = self._make_policy(pinned), len(self._problems) * self._repeats
