@@ -13,6 +13,7 @@ from tensordict import TensorDict, set_list_to_stack
 
 from tests.unit.test_policy import TOKENIZER, CannedService
 from torchrl_vllm_sync import LoadReport, PushReport, TextReward
+from torchrl_vllm_sync.errors import VersionSpanError
 from torchrl_vllm_sync.rl import grpo, tasks
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
@@ -105,10 +106,10 @@ def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
 
     monkeypatch.setattr(tasks, "reward", reward)
     args = tutorial("01_grpo_sync").parse_args(["--dataset", "chain_sum", "--held-out", "5"])
-    used = []
+    used, engines = [], CannedService(lengths=(1, 1))  # each token of version 4
 
     class Service:
-        weight_version = 3
+        weight_version = 4
 
         def pinned(self, version, *, allow_last):
             assert (version, allow_last) == (None, True)
@@ -116,13 +117,16 @@ def test_each_problem_held_out_is_asked_once(tutorial, monkeypatch):
 
     def greedy(service):
         used.append(service)
-        return grpo.make_policy(args.config, CannedService(), TOKENIZER, temperature=0)
+        return grpo.make_policy(args.config, engines, TOKENIZER, temperature=0)
 
     assert greedy(None).sampling_params.temperature == 0
     service = Service()
     assert task.evaluate(args, service, greedy) == [pytest.approx(0.2)]
     assert used[-1] is service
     assert seen == [f"{tasks.HELD_OUT_SEED} {at}" for at in range(5)]
+    engines = CannedService(lengths=(2, 2))
+    with pytest.raises(VersionSpanError, match=r"version 4 was evaluated, .* are of \[3, 5\]"):
+        task.evaluate(args, service, greedy)
 
 
 DEFAULTS = {

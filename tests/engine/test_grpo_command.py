@@ -46,5 +46,5 @@ def test_a_policy_whose_weights_stay_behind_does_not(cluster, tmp_path):
     more = [f"logging.log_dir={tmp_path}", "train.weight_update_frequency=99"]
     found = train_grpo(GRPOConfig.load(overrides=[*SETTINGS, *more]))
     assert [one["version"] for one in found] == [0] * BATCHES
-    assert found[-1]["ESS"] < found[0]["ESS"] == pytest.approx(1, abs=1e-4)
-    assert abs(rise([one["reward"] for one in found])) < RISE / 2
+    assert found[-1]["training/ESS"] < found[0]["training/ESS"] == pytest.approx(1, abs=1e-4)
+    assert abs(rise([one["rollout/reward"] for one in found])) < RISE / 2

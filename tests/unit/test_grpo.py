@@ -79,6 +79,11 @@ WRONG = {
     "groups": ("env.repeats=5", "env.num_envs", "multiple of env.repeats, which is 5, got 32"),
     "steps": ("train.optim_batch_size=64", "train.optim_batch_size", "must divide"),
     "no batch": ("train.total_dialog_turns=9", "train.total_dialog_turns", "must be 32 at least"),
+    "saves of nothing": (
+        "logging.checkpoint_frequency=9",
+        "logging.checkpoint_frequency",
+        "needs logging.checkpoint_dir",
+    ),
     "no room": ("inference_model.max_model_len=16", "inference_model.max_model_len", "above"),
 }
 
@@ -130,6 +135,7 @@ def test_the_command_refuses_before_it_imports_much():
         ({"inference_model.num_devices": 4}, "inference_model.num_devices"),
         ({"model.name": "/no/such/model"}, "model.name"),
         ({"train_model.lora.enabled": "true"}, "train_model.lora.enabled"),
+        ({"logging.backend": "wandb"}, "logging.backend"),
     ],
 )
 def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, given, key):
@@ -141,7 +147,7 @@ def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, g
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
+        importlib.util, "find_spec", lambda name: None if name in ("peft", "wandb") else find(name)
     )
     overrides = [f"{name}={value}" for name, value in given.items()]
     with pytest.raises(ConfigError, match=key):
@@ -206,3 +212,37 @@ def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path,
     assert learned
     assert all(("lora_" in name) == (frequency == 5) for name in learned)
     assert all({"ESS", "grad_norm", "loss_objective"} <= one.figures.keys() for one in found)
+
+
+def test_a_run_that_is_resumed_counts_its_batches_from_there(monkeypatch, tmp_path):
+    updater = SimpleNamespace(push_weights=lambda: None)
+    monkeypatch.setattr(grpo, "WeightUpdater", lambda *_, **__: updater)
+    config = GRPOConfig()
+    config.env.num_envs, config.env.repeats, config.env.dataset = 8, 2, f"{__name__}:my_task"
+    train = config.train
+    train.total_dialog_turns, train.dialog_turns_per_batch, train.optim_batch_size = 24, 8, 8
+    checkpoint = str(make_tiny_checkpoint(tmp_path))
+    with GRPORun(config, Canned(), TOKENIZER, checkpoint=checkpoint) as run:
+        run.collector._frames = 16  # as a state has it
+        assert [one.number for one in run] == [2]
+
+
+@pytest.mark.parametrize(
+    ("variable", "own", "expected"),
+    [
+        (None, {}, {"address": "local", "num_gpus": 0}),
+        ("head:6379", {}, {"address": "head:6379"}),
+        ("head:6379", {"address": "local"}, {"address": "local", "num_gpus": 0}),
+    ],
+)
+def test_no_cluster_is_joined_that_nobody_named(monkeypatch, variable, own, expected):
+    given = {}
+    monkeypatch.setattr(grpo.ray, "init", lambda **kwargs: given.update(kwargs))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    config = GRPOConfig()
+    config.ray.init_config = own
+    with grpo._ray_of(config):
+        assert {name: given.get(name) for name in expected} == expected
+        assert ("num_gpus" in given) == ("num_gpus" in expected)

@@ -296,6 +296,27 @@ def no_gpus(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_gpus")
+def test_times_are_known_inside_with_only(csv, clock):
+    log, rows = RunLog(csv), stamped_rows([1, 1], [4, 4], padded=True)
+    clock.append(2.0)
+    assert not [one for one in log(rows, 0) if one.startswith("step/")]
+    with log:
+        clock.append(2.0)
+        assert log(rows, 1)["step/seconds"] == 2.0
+    assert not [one for one in log(rows, 2) if one.startswith("step/")]
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_rows_are_as_old_as_a_version_says_and_not_the_service(csv):
+    rows, service = stamped_rows([1, 1], [4, 4], padded=True), Training()
+    with RunLog(csv, service) as log:
+        ages = [log(rows, at, version=4 + at)["rollout/staleness"] for at in range(2)]
+        own = log(rows, 2)["rollout/staleness"]
+    assert ages[1] == ages[0] + 1
+    assert own - ages[0] == service.weight_version - 4
+
+
+@pytest.mark.usefixtures("no_gpus")
 def test_one_call_logs_a_step_and_pushes_are_logged_as_they_commit(csv, clock):
     service = Training()
     rows = told(stamped_rows([1, 1], [4, 4], padded=True), [[0.0, -1.5, -2.0], [0.0, -1.0, -1.0]])

@@ -266,6 +266,44 @@ def test_collectors_of_one_pacer_fill_a_buffer_in_the_order_of_the_data_set(fail
     assert all(one.calls > 1 for one in services)
 
 
+def test_a_collector_whose_last_batch_was_anothers_holds_nothing_afterwards(monkeypatch):
+    pacer = Pacer(1, 4, timeout_s=3.0)
+    pacer._call("join", "dead", 4)
+    assert pacer._call("admit", "dead").number == 0
+    made = collector(
+        pacer=pacer,
+        replay_buffer=ReplayBuffer(storage=ListStorage(99), batch_size=4),
+        total_dialog_turns=4,
+    )
+    begun, tickets = made._begun, []
+
+    def dies(ticket):
+        tickets.append(ticket.number)
+        if len(tickets) == 1:
+            pacer.leave("dead")
+        return begun(ticket)
+
+    monkeypatch.setattr(made, "_begun", dies)
+    assert [*made] == [None]
+    assert tickets == [1, 0]
+    pacer._call("join", "next", 4)
+    assert pacer._call("admit", "next").number == 1
+
+
+def test_rows_that_are_in_the_buffer_are_handed_on_without_being_written(monkeypatch):
+    pacer = Pacer(2, 4, timeout_s=3.0)
+    buffer = ReplayBuffer(storage=ListStorage(99), batch_size=4)
+    dies, lives = (collector(pacer=pacer, replay_buffer=buffer) for _ in range(2))
+    monkeypatch.setattr(dies, "_deliver", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(iter(dies))
+    assert len(buffer) == 4
+    pacer.leave(dies.name)
+    pacer.trained(4)
+    next(iter(lives))
+    assert [number(row["query"]) for row in buffer[:]] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_without_turns_the_order_is_lost(monkeypatch):
     """The negative control."""
     monkeypatch.setattr("torchrl_vllm_sync.rl.pacing.Ledger.turn", lambda *_: True)

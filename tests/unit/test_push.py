@@ -659,6 +659,18 @@ def test_what_another_trainer_pushed_since_is_counted_from(pusher, replicas, tra
     assert transport.sent == [1, 6]
 
 
+@pytest.mark.parametrize("was_ours", [True, False])
+def test_a_replica_that_another_holds_since_is_not_pushed_to(
+    pusher, replicas, transport, monkeypatch, was_ours
+):
+    push(pusher)
+    replicas.refusals = dict.fromkeys("ab", was_ours)
+    looks = iter([lambda: None, lambda: replicas.held.pop("b")])  # it is held after the first
+    monkeypatch.setattr(replicas, "refresh_members", lambda: next(looks)())
+    report = push(pusher)
+    assert [one.replica_id for one in report.replicas] == (["a", "b"] if was_ours else ["a"])
+
+
 @pytest.mark.parametrize("replica", ["a", "b"])
 def test_quiet_waits_for_another_trainers_push_and_counts_from_it(pusher, replicas, replica):
     push(pusher)

@@ -43,6 +43,7 @@ _THEIRS: dict[str, Any] = {
     "inference_model.compile": False,
     **dict.fromkeys(("defaults", "hydra", "ref_model", "env.max_steps", "train.exp_name"), _ANY),
     **dict.fromkeys(("train.buffer_size", "train.sync_iter", "train.checkpoint_frequency"), _ANY),
+    "train.logging_frequency": _ANY,  # each batch is logged
     **dict.fromkeys(("train.kl_coef_in_loss", "train.kl_to_ref_coeff"), _ANY),
     **dict.fromkeys(("train_model.lora.dropout", "inference_model.attn_implementation"), _ANY),
     **{f"inference_model.{one}": _ANY for one in ("enable_fp32_lm_head", "disable_cuda_graph")},
@@ -96,7 +97,6 @@ class TrainConfig:
     packing: Flag = False  # rows of a pass one after the other, without padding
     kl_to_inference_coeff: Coefficient = 0.0
     entropy_coeff: Coefficient = 0.0
-    logging_frequency: Count = 1  # in batches
     seed: Natural = 0  # of the prompts' order, the tiny model and the engines
 
 

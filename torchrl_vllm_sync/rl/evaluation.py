@@ -15,6 +15,7 @@ from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
+from torchrl_vllm_sync.rl.keys import NO_VERSION
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ class Evaluator:
         finally:
             collector.shutdown()
         names = ("policy_version", "max_policy_version")
-        sampled_by = {int(one) for name in names for one in rows[name].flatten()}
-        if sampled_by != {version}:
+        sampled_by = {int(one) for name in names for one in rows[name].flatten()} - {NO_VERSION}
+        if sampled_by - {version}:
             told = f"version {version} was evaluated, and its rows are of {sorted(sampled_by)}"
             raise VersionSpanError(told)
         return Evaluation(

@@ -30,7 +30,7 @@ from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
 from torchrl_vllm_sync.rl.groups import GroupAdvantage
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector
-from torchrl_vllm_sync.rl.statistics import log_pushes, log_rollouts
+from torchrl_vllm_sync.rl.statistics import RunLog
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.service.service import AsyncVLLM
@@ -374,7 +374,8 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         config: The run.
 
     Returns:
-        What ``log_rollouts`` and the optimizer steps said of each batch that was logged.
+        What :class:`RunLog` has logged of each batch, the optimizer steps' figures as
+        ``training/...``, and the ``version`` that was trained.
 
     Raises:
         ConfigError: Settings are no such, do not go together or want what this machine has not,
@@ -404,18 +405,15 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         )
         backend: Any = logging.backend
         logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
-        running.callback(log_pushes(service, logger))
+        log = running.enter_context(RunLog(logger, service))
         run = running.enter_context(GRPORun(config, service, tokenizer, task=task))
         bar = running.enter_context(tqdm(total=config.num_batches, desc="GRPO", file=sys.stderr))
         for step in run:
             # Whoever evaluates beside training, or saves what it takes to go on, does so here:
             # `run` holds model, optimizer and collector, and the service has what was pushed.
-            if step.number % config.train.logging_frequency == 0:
-                told = {f"training/{one}": value for one, value in step.figures.items()}
-                logger.log_metrics(told, step=step.number)
-                said = log_rollouts(logger, step.rows, step.number, version=step.version)
-                found.append({**said, **step.figures, "version": step.version})
-                bar.set_postfix_str(f"reward {found[-1]['reward']:.3f}", refresh=False)
+            said = log(step.rows, step.number, version=step.version, training=step.figures)
+            found.append({**said, "version": step.version})
+            bar.set_postfix_str(f"reward {said['rollout/reward']:.3f}", refresh=False)
             _save(run, step.number, tokenizer)
             bar.update()
     return found

@@ -531,12 +531,21 @@ class RunLog:
         self._since = None
         self._open.close()
 
-    def __call__(self, rows: TensorDictBase, step: int, **figures: Any) -> dict[str, float]:
-        """Logs a step. Before its push, rows are as old as they were trained.
+    def __call__(
+        self,
+        rows: TensorDictBase,
+        step: int,
+        *,
+        version: VersionLike | None = None,
+        **figures: Any,
+    ) -> dict[str, float]:
+        """Logs a step.
 
         Args:
             rows: Those that were trained, of any shape, ragged or padded.
             step: The number of the step.
+            version: What tells how old rows are; the service by default, to be asked before the
+                step's push, as rows get older by it.
             **figures: More of them, by name: a number, a tensor, whose mean counts, or several in
                 a dictionary or a TensorDict, such as a loss or ``RolloutCorrection.summary()``,
                 which are named ``<name>/<key>``. ``None`` is not known.
@@ -550,7 +559,7 @@ class RunLog:
             RowLayoutError: See there.
         """
         check_integer("step", step, 0)
-        by_row, of_rows = _figures(rows, self.service, self.reward)
+        by_row, of_rows = _figures(rows, self.service if version is None else version, self.reward)
         table = _table(rows, step, self.reward, self.samples)
         found = {f"rollout/{name}": value for name, value in of_rows.items()}
         for name, value in figures.items():

@@ -233,7 +233,7 @@ class TrainerPolicy(LLMWrapperBase):
         return tensordict
 
     def score_ahead(self, rows: TensorDictBase) -> Tensor:
-        """Scores the tokens that a mask picks, in a pass that the next loss of these rows takes.
+        """Scores the answers' tokens, in a pass that the next loss of these rows takes.
 
         That loss takes it if rows and weights are the same, its mask is the assistant's (TorchRL's
         ``"sft"`` and ``"rlhf"``), and it wants gradients; otherwise it scores anew.
