@@ -37,8 +37,8 @@ from torchrl.objectives.llm.grpo import GRPOLoss
 from transformers import AutoModelForCausalLM
 
 import torchrl_vllm_sync as tvs
-from torchrl_vllm_sync.rl.grpo import engine_args, make_env, make_policy
-from torchrl_vllm_sync.rl.tasks import prompts, reward
+from torchrl_vllm_sync.rl.grpo import engine_args, make_policy
+from torchrl_vllm_sync.rl.tasks import make_env, prompts, reward
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensordict import set_list_to_stack
-from torchrl.envs import StepCounter
-from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 from torchrl_vllm_sync.rl.keys import NO_VERSION
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+from torchrl_vllm_sync.rl.tasks import make_env
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -162,16 +160,13 @@ class Evaluator:
     def _evaluate(self, pinned: AsyncVLLM) -> Evaluation:
         began, version = time.perf_counter(), pinned.weight_version
         policy, num_rows = self._make_policy(pinned), len(self._problems) * self._repeats
-        # Twice, as TorchRL's collector (0.14) throws away what its first reset gives.
-        items: Any = itertools.chain(self._problems, self._problems)
-        env = ChatEnv.from_dataloader(
-            items,
-            batch_size=(num_rows,),
+        env = make_env(
+            policy.tokenizer,
+            self._problems,
+            self._reward.clone(),
+            num_envs=num_rows,
             repeats=self._repeats,
-            tokenizer=policy.tokenizer,
-            input_mode="history",
         )
-        env = env.append_transform(StepCounter(max_steps=1)).append_transform(self._reward.clone())
         collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=num_rows)
         try:
             rows: Any = next(iter(collector))

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from tensordict import set_list_to_stack
-from torchrl.envs import StepCounter
-from torchrl.envs.llm import ChatEnv
 from torchrl.objectives.llm.grpo import GRPOLoss
 from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tensordict import TensorDict, TensorDictBase
-    from torchrl.envs import TransformedEnv
 
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.rollouts import TextReward
@@ -100,26 +97,6 @@ def make_policy(
         trainer=trainer,
         generate_kwargs={**settings, "include_stop_str_in_output": True, **sampling},
     )
-
-
-def make_env(
-    tokenizer: Any,
-    prompts: Iterable[dict[str, Any]],
-    reward: TextReward,
-    *,
-    num_envs: int,
-    repeats: int = 1,
-) -> TransformedEnv:
-    """Returns the environment of a collector: an episode is one prompt and one answer."""
-    loader: Any = tasks.first_twice(prompts, num_envs // repeats)
-    env = ChatEnv.from_dataloader(
-        dataloader=loader,
-        batch_size=(num_envs,),
-        repeats=repeats,
-        tokenizer=tokenizer,
-        input_mode="history",
-    )
-    return env.append_transform(StepCounter(max_steps=1)).append_transform(reward)
 
 
 def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]:
@@ -272,7 +249,7 @@ class GRPORun:
         self.policy = make_policy(config, service, tokenizer, trainer=self.learner.policy)
         env, num_rows = config.env, config.train.dialog_turns_per_batch
         self.collector = RolloutCollector(
-            make_env(tokenizer, prompts, reward, num_envs=env.num_envs, repeats=env.repeats),
+            tasks.make_env(tokenizer, prompts, reward, num_envs=env.num_envs, repeats=env.repeats),
             policy=self.policy,
             dialog_turns_per_batch=num_rows,
             total_dialog_turns=config.num_batches * num_rows,

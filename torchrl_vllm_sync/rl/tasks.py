@@ -13,11 +13,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.rl.rollouts import TextReward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torchrl.envs import TransformedEnv
 
 # Other settings than reasoning-gym's own: sums and differences of two numbers of two digits.
 SETTINGS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}}
@@ -135,7 +139,7 @@ def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     return [*itertools.islice(made, number)]
 
 
-def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+def first_twice(items: Iterable[Mapping[str, Any]], number: int) -> Iterator[Any]:
     """Yields the first ``number`` of ``items`` a second time, and goes on with the others.
 
     TorchRL's collector (0.14) resets its environment once while it is built and throws away what it
@@ -144,3 +148,23 @@ def first_twice(items: Iterable[dict[str, Any]], number: int) -> Iterator[dict[s
     rest = iter(items)
     first = list(itertools.islice(rest, number))
     return itertools.chain(first, first, rest)
+
+
+def make_env(
+    tokenizer: Any,
+    prompts: Iterable[Mapping[str, Any]],
+    reward: TextReward,
+    *,
+    num_envs: int,
+    repeats: int = 1,
+) -> TransformedEnv:
+    """Returns the environment of a collector: an episode is one prompt and one answer."""
+    loader: Any = first_twice(prompts, num_envs // repeats)
+    env = ChatEnv.from_dataloader(
+        dataloader=loader,
+        batch_size=(num_envs,),
+        repeats=repeats,
+        tokenizer=tokenizer,
+        input_mode="history",
+    )
+    return env.append_transform(StepCounter(max_steps=1)).append_transform(reward)
