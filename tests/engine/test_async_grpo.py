@@ -55,7 +55,7 @@ def queries_of_the_synchronous_program(args, service, steps):
     tokenizer, task = make_tiny_tokenizer(), grpo.load_task(args.config)
     size = {"num_envs": args.batch_size, "repeats": args.group_size}
     collector = LLMCollector(
-        grpo.make_env(tokenizer, *task, **size),
+        make_env(tokenizer, *task, **size),
         policy=grpo.make_policy(args.config, service, tokenizer),
         dialog_turns_per_batch=args.batch_size,
         total_dialog_turns=-1,
