@@ -39,7 +39,7 @@ OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke tests-of-benchmarks bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -116,9 +116,15 @@ format: $(STAMP)  ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Programs mostly start engines, so two of them run at a time; what each prints stays together.
+TWO_AT_A_TIME := --no-print-directory --jobs=2 --keep-going --output-sync=target
 bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds, and the tests of benchmarks
-	@for file in $(BENCHMARKS); do name=$${file%.py}; \
-	    echo "== $$file --smoke"; $(BIN)/python -m "$${name//\//.}" --smoke; done
+	@$(MAKE) $(TWO_AT_A_TIME) $(addprefix smoke/,$(BENCHMARKS)) tests-of-benchmarks
+
+smoke/%: $(STAMP)
+	@echo "== $* --smoke"; $(BIN)/python -m "$(subst /,.,$(basename $*))" --smoke
+
+tests-of-benchmarks: $(STAMP)
 	$(BIN)/python -m pytest -q benchmarks/tests
 
 bench-table: $(STAMP)  ## Print the table of all recorded results
@@ -135,7 +141,10 @@ pictures: $(STAMP)  ## Draw the pictures of all recorded results
 	@for file in $(REPORTS); do name=$${file%.py}; $(BIN)/python -m "$${name//\//.}" >/dev/null; done
 
 tutorial-smoke: $(STAMP)  ## Run every tutorial in its short form
-	@for file in $(TUTORIALS); do echo "== $$file --smoke"; $(BIN)/python "$$file" --smoke; done
+	@$(MAKE) $(TWO_AT_A_TIME) $(addprefix smoke/,$(TUTORIALS))
+
+smoke/tutorials/%: $(STAMP)
+	@echo "== tutorials/$* --smoke"; $(BIN)/python tutorials/$* --smoke
 
 # MACHINE ends the files' names, MACHINE_IS their first line.
 tutorial-pages: MACHINE ?= cpu2

@@ -11,6 +11,7 @@ from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 
 from torchrl_vllm_sync.rl import grpo
+from torchrl_vllm_sync.rl.tasks import make_env
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"

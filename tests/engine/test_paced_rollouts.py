@@ -35,11 +35,12 @@ def lists_are_stacks():
         yield
 
 
-def make_env():
-    """Questions by number, each for a group; two are gone when a collector is built."""
-    questions = ({"query": [f"What is {max(at - 2, 0)}?"]} for at in itertools.count())
+def make_env(rows=ROWS):
+    """Questions by number, each for a group; a batch is gone when a collector is built."""
+    gone = rows // GROUP
+    questions = ({"query": [f"What is {max(at - gone, 0)}?"]} for at in itertools.count())
     env = ChatEnv.from_dataloader(
-        questions, batch_size=(ROWS,), repeats=GROUP, tokenizer=TOKENIZER, input_mode="history"
+        questions, batch_size=(rows,), repeats=GROUP, tokenizer=TOKENIZER, input_mode="history"
     )
     return env.append_transform(StepCounter(max_steps=1))
 
@@ -61,8 +62,8 @@ def asked(rows):
     return sorted(int(one.split()[-1].rstrip("?")) for one in rows["query"])
 
 
-def in_order(num_batches):
-    groups = ROWS // GROUP
+def in_order(num_batches, rows=ROWS):
+    groups = rows // GROUP
     return [sorted([*range(groups * at, groups * (at + 1))] * GROUP) for at in range(num_batches)]
 
 
@@ -86,19 +87,19 @@ class Trained:
         self.updater.push_weights()
 
 
-def train(service, checkpoint, num_batches, staleness, **sampling):
+def train(service, checkpoint, num_batches, staleness, rows=ROWS, **sampling):
     collector = RolloutCollector(
-        make_env(),
+        make_env(rows),
         policy=make_policy(service, **sampling),
-        dialog_turns_per_batch=ROWS,
-        total_dialog_turns=num_batches * ROWS,
+        dialog_turns_per_batch=rows,
+        total_dialog_turns=num_batches * rows,
         max_staleness=staleness,
     )
     trained = Trained(service, checkpoint)
-    for rows in collector:
-        trained.step(rows)
+    for batch in collector:
+        trained.step(batch)
     collector.shutdown()
-    assert trained.asked == in_order(num_batches)  # none is discarded, and none comes twice
+    assert trained.asked == in_order(num_batches, rows)  # none is discarded, and none comes twice
     return trained
 
 
@@ -116,21 +117,22 @@ def test_without_the_pace_rows_get_older(service, checkpoint, monkeypatch):
 
 
 # Some tokens end an answer, so that there are short and long ones.
-SAMPLING = {"max_tokens": 200, "seed": 0, "stop_token_ids": [*range(40, 56)]}
+MANY, BATCHES = 16, 30
+SAMPLING = {"max_tokens": 100, "seed": 0, "stop_token_ids": [*range(40, 72)]}
 
 
 def discarding(service, checkpoint, num_batches, staleness):
     """As many rows as of three batches are under way, and what is old when it ends is dropped."""
     trained, policy, questions = Trained(service, checkpoint), make_policy(service, **SAMPLING), 0
     requests, ready, dropped = set(), [], []
-    while len(trained.lengths) < num_batches * ROWS:
-        while len(requests) < 3 * ROWS:
+    while len(trained.lengths) < num_batches * MANY:
+        while len(requests) < 3 * MANY:
             chat = [{"role": "user", "content": f"What is {questions // GROUP}?"}]
             requests.add(start(policy._asked([chat], 1)[0]))
             questions += 1
         done, requests = wait(requests, timeout=60, return_when=FIRST_COMPLETED)
         ready += [one for each in done for one in each.result()]
-        if len(ready) >= ROWS:
+        if len(ready) >= MANY:
             for one in ready:
                 is_old = service.weight_version - one.min_version > staleness
                 (dropped if is_old else trained.lengths).append(len(one.outputs[0].token_ids))
@@ -155,15 +157,15 @@ def same(first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three runs of training, of 480 rows each
+@pytest.mark.timeout(600)  # three runs of training, of 480 rows each
 def test_lengths_are_those_of_synchronous_training_and_not_so_by_discarding(service, checkpoint):
-    wanted = train(service, checkpoint, 60, 0, **SAMPLING)
-    found = train(service, checkpoint, 60, 2, **SAMPLING)
+    wanted = train(service, checkpoint, BATCHES, 0, MANY, **SAMPLING)
+    found = train(service, checkpoint, BATCHES, 2, MANY, **SAMPLING)
     assert max(wanted.ages) == 0
     assert max(found.ages) == 2
-    assert max(wanted.lengths) > 100 > 16 > min(wanted.lengths)
+    assert max(wanted.lengths) > 50 > 16 > min(wanted.lengths)
     assert same(wanted.lengths, found.lengths) > 0.01
-    biased, dropped = discarding(service, checkpoint, 60, 2)
+    biased, dropped = discarding(service, checkpoint, BATCHES, 2)
     assert dropped
     assert same(wanted.lengths, biased) < 0.01
 
