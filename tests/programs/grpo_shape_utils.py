@@ -42,6 +42,7 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
     parser = argparse.ArgumentParser(program)
     parser.add_argument("checkpoint", help="folder of the tiny model")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps and pushes")
+    parser.add_argument("--passes", type=int, default=8, help="passes of four rows in each step")
     parser.add_argument("--replicas", type=int, default=2, help="engines")
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--skip-pushes", action="store_true", help="push once only, to be caught")
@@ -53,8 +54,8 @@ def configuration(program: str, argv: list[str] | None = None) -> SimpleNamespac
         "train": {
             "total_dialog_turns": 100_000,
             "dialog_turns_per_batch": 32,
-            "gradient_accumulation_steps": 8,
-            "optim_batch_size": 32,
+            "gradient_accumulation_steps": args.passes,
+            "optim_batch_size": 4 * args.passes,
             "epochs": 1,
             "kl_coef_in_loss": True,
             "use_kl_to_ref": False,
