@@ -31,9 +31,10 @@ STAMP := $(VENV)/.setup-done
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps
 TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 TEST_LOGS := build/tests
+SLOWEST := --durations=40 --durations-min=5
 ENGINE_TESTS := tests/engine tests/ray tests/gpu
-OWN_ENGINES := $(addsuffix .py,$(addprefix tests/engine/test_,grpo_command grpo_programs paced_rollouts \
-    pinned run_state tutorials_interrupted))
+OWN_ENGINES := $(addsuffix .py,$(addprefix tests/engine/test_,elastic grpo_command grpo_programs \
+    kills_in_training paced_rollouts pinned push_moe readme_program run_state tutorials_interrupted))
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) \
     $(wildcard tests/test_*.py)) $(OWN_ENGINES)
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
@@ -71,12 +72,12 @@ test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'
 
 test-engines: $(STAMP)
-	$(BIN)/python -m pytest $(MARKS) --junit-xml=$(TEST_LOGS)/engines.xml $(ENGINE_TESTS) \
+	$(BIN)/python -m pytest $(MARKS) $(SLOWEST) --junit-xml=$(TEST_LOGS)/engines.xml $(ENGINE_TESTS) \
 	    $(addprefix --ignore=,$(OWN_ENGINES)) $(PYTEST_ARGS) \
 	    || [ $$? = 5 ]
 
 test-unit: $(STAMP)
-	@mkdir -p $(TEST_LOGS); status=0; $(BIN)/python -m pytest $(MARKS) --junit-xml=$(TEST_LOGS)/unit.xml \
+	@mkdir -p $(TEST_LOGS); status=0; $(BIN)/python -m pytest $(MARKS) $(SLOWEST) --junit-xml=$(TEST_LOGS)/unit.xml \
 	    $(OTHER_TESTS) $(PYTEST_ARGS) >$(TEST_LOGS)/unit.log 2>&1 \
 	    || status=$$?; printf '\n=== the other tests\n'; cat $(TEST_LOGS)/unit.log; \
 	    [ $$status = 0 ] || [ $$status = 5 ]
