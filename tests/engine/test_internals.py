@@ -56,9 +56,9 @@ def test_log_probabilities_of_a_step_come_in_one_piece(inside):
     async def check(actor):
         from vllm import SamplingParams
 
-        from torchrl_vllm_sync.engine import logprobs
+        from torchrl_vllm_sync.engine import internals
 
-        unpack, pieces = logprobs.unpack, []
+        unpack, pieces = internals.unpack, []
 
         def watching(outputs, samples):
             pieces.append(sum(one.new_logprobs is not None for one in outputs))
@@ -70,9 +70,9 @@ def test_log_probabilities_of_a_step_come_in_one_piece(inside):
                 last = output
             return len(last.outputs[0].logprobs), len(last.outputs[0].token_ids)
 
-        logprobs.unpack = watching
+        internals.unpack = watching
         found = await asyncio.gather(*(one(f"packed-{at}") for at in range(4)))
-        logprobs.unpack = unpack
+        internals.unpack = unpack
         return found, pieces
 
     found, pieces = inside(check)

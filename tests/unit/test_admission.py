@@ -10,8 +10,7 @@ import pytest
 
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import Answers, Batch
-from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers, Batch, RunningRequest
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
     GenerationError,

@@ -11,7 +11,7 @@ from tests.unit.vllm_models import VllmModels, make_checkpoint, single_process_g
 from torchrl_vllm_sync.engine import receiver
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
 from torchrl_vllm_sync.engine.arrivals import Audits
-from torchrl_vllm_sync.engine.reload import checkpoint_metadata
+from torchrl_vllm_sync.engine.plan import checkpoint_metadata
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError
 from torchrl_vllm_sync.weights import audit

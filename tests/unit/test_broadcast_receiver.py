@@ -106,8 +106,8 @@ class World:
 
     def __init__(self, directory, monkeypatch, name="qwen3", *, stage=False, **overrides):
         from torchrl_vllm_sync.engine import receiver
+        from torchrl_vllm_sync.engine.plan import checkpoint_metadata
         from torchrl_vllm_sync.engine.receiver import BroadcastReceiver
-        from torchrl_vllm_sync.engine.reload import checkpoint_metadata
         from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 
         # On a CPU vLLM repacks weights after a reload; these models stay as loaders expect them.

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import Answers, Batch, split_samples
-from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers, Batch, split_samples
 from torchrl_vllm_sync.requests.messages import EngineRequest
 
 

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from torchrl_vllm_sync import ReplicaState, VersionSpan
-from torchrl_vllm_sync.engine.answers import longer_prompt, remaining_params
-from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
+from torchrl_vllm_sync.engine.answers import (
+    AdmissionGate,
+    RunningRequest,
+    SpanChecker,
+    longer_prompt,
+    remaining_params,
+)
 from torchrl_vllm_sync.requests.columns import PackedResults
 from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult

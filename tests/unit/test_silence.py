@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import actor, internals
 from torchrl_vllm_sync.engine.actor import BLOCKING_CALL_S, EngineHealth
-from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.engine.answers import AdmissionGate
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,

@@ -9,8 +9,8 @@ import torch
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.answers import AdmissionGate
 from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
-from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, StaleVersionError, SyncError
 from torchrl_vllm_sync.weights.snapshots import files

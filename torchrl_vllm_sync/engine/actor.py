@@ -19,8 +19,9 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.engine import internals, logprobs
-from torchrl_vllm_sync.engine.answers import Answers
+from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
+from torchrl_vllm_sync.engine.args import own_processes
 from torchrl_vllm_sync.engine.arrivals import (
     Audits,
     BroadcastLoads,
@@ -28,10 +29,8 @@ from torchrl_vllm_sync.engine.arrivals import (
     SnapshotLoads,
     WrittenLoads,
 )
-from torchrl_vllm_sync.engine.gate import AdmissionGate
 from torchrl_vllm_sync.engine.native import NativeCalls
-from torchrl_vllm_sync.engine.processes import own_processes
-from torchrl_vllm_sync.engine.reload import check_can_be_filled, checkpoint_metadata
+from torchrl_vllm_sync.engine.plan import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
 from torchrl_vllm_sync.replica import (
@@ -222,13 +221,13 @@ class EngineActor:
         os.environ.update(self._environment)
         check_can_be_filled(self._engine_args.create_model_config())
         config = self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        logprobs.pack_on_the_way(config)
+        internals.pack_on_the_way(config)
         self.engine = AsyncLLM.from_vllm_config(
             config,
             stat_loggers=[self._stats],
             disable_log_stats=self._engine_args.disable_log_stats,
         )
-        logprobs.unpack_on_arrival(self.engine)
+        internals.unpack_on_arrival(self.engine)
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal"):
             if refusal:
                 await asyncio.to_thread(self.engine.shutdown)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.gate import AdmissionGate
+    from torchrl_vllm_sync.engine.answers import AdmissionGate
     from torchrl_vllm_sync.replica import LoadReport
     from torchrl_vllm_sync.weights.transport import PauseMode
 

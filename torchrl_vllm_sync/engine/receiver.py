@@ -22,8 +22,7 @@ from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
-from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
-from torchrl_vllm_sync.engine.reload import reload_model
+from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan, reload_model
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights import audit
 from torchrl_vllm_sync.weights.broadcast import buckets

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
+    from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest
     from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
     from torchrl_vllm_sync.weights.transport import PauseMode
 

@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine import receiver as receiver_module
 from torchrl_vllm_sync.engine.args import STAGED_BACKEND
+from torchrl_vllm_sync.engine.plan import reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
-from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu
 from torchrl_vllm_sync.errors import (
     SyncError,
     TransferError,
