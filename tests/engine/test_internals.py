@@ -292,10 +292,10 @@ def test_stats_recorder_gets_the_schedulers_figures(inside):
         peak = (0, 0, 0.0)
         while not all(task.done() for task, _ in running):
             await asyncio.sleep(0.01)
-            if (stats := actor._stats.latest()) is not None:
-                figures = (stats.num_running, stats.num_waiting, stats.kv_cache_usage)
+            if stats := actor._stats.latest():
+                figures = (stats["num_running"], stats["num_waiting"], stats["kv_cache_usage"])
                 peak = tuple(map(max, peak, figures))
-        return peak, actor._stats.latest().measured_at <= time.monotonic(), actor.report()
+        return peak, actor._stats.latest()["measured_at"] <= time.monotonic(), actor.report()
 
     (num_running, num_waiting, usage), in_the_past, report = inside(check)
     assert num_running == 32

@@ -35,7 +35,8 @@ class Owner:
         self.refused = []
         gate.running["e"] = RunningRequest("e", request(), self)
 
-    def refuse(self, running):
+    def take(self, running, output):
+        assert isinstance(output, ReplicaUnavailableError)
         self.refused.append(running.engine_id)
 
 

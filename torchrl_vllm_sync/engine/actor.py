@@ -22,13 +22,7 @@ from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
 from torchrl_vllm_sync.engine.args import own_processes
-from torchrl_vllm_sync.engine.arrivals import (
-    Audits,
-    BroadcastLoads,
-    PeerLoads,
-    SnapshotLoads,
-    WrittenLoads,
-)
+from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.native import NativeCalls
 from torchrl_vllm_sync.engine.plan import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.updates import Updates
@@ -38,6 +32,8 @@ from torchrl_vllm_sync.replica import (
     EngineDescription,
     EngineReport,
     LoadReport,
+    PushReport,
+    ReplicaProcesses,
     ReplicaState,
     Silence,
 )
@@ -48,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from vllm import AsyncEngineArgs
-
-    from torchrl_vllm_sync.replica import PushReport, ReplicaProcesses
 
 # Seconds between checks: a dead engine core is noticed at the next one.
 LOOK_S = 0.5
@@ -91,7 +85,12 @@ class EngineHealth:
 
     def start(self) -> None:
         """Starts the checks, in a task of the running event loop."""
-        self._watch = asyncio.create_task(self._look_again())
+
+        async def look_again() -> None:
+            while self.look():  # noqa: ASYNC110  silence raises no event
+                await asyncio.sleep(LOOK_S)
+
+        self._watch = asyncio.create_task(look_again())
 
     def stop(self) -> None:
         for task in filter(None, (self._watch, self._question)):
@@ -111,10 +110,6 @@ class EngineHealth:
     @property
     def _is_excused(self) -> bool:
         return self._is_updating() or not all(one.passed for one in self._blocking)
-
-    async def _look_again(self) -> None:
-        while self.look():  # noqa: ASYNC110  silence raises no event
-            await asyncio.sleep(LOOK_S)
 
     def look(self) -> bool:
         """Checks once: asks if it is time to, and marks the replica if an answer is overdue."""
@@ -194,8 +189,6 @@ class EngineActor:
         self._membership_epoch = 0
         self._last_push: PushReport | None = None
         self._joins_later = self._started = False
-        self._device_uuids: tuple[str, ...] = ()
-        self._device_name = self._why_not_written = ""
 
     async def start(self) -> EngineDescription:
         """Builds the engine and begins to serve."""
@@ -237,20 +230,12 @@ class EngineActor:
     async def _begin(self) -> None:
         """Builds the parts that need the engine, and begins to serve."""
         internals.watch_samples(self.engine, self._gate.register)
-        found = await internals.call_workers(self.engine, "native_device")
-        self._device_uuids = tuple(uuid for uuid, _ in found if uuid)
-        self._device_name = found[0][1]
-        refusals = await internals.call_workers(self.engine, "sync_why_not_written")
-        self._why_not_written = next(filter(None, refusals), "")
+        self._workers = await internals.call_workers(self.engine, "sync_describe")
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
         config = self.engine.vllm_config.model_config
-        self._snapshots = SnapshotLoads(updates, lambda: checkpoint_metadata(config))
-        self._broadcasts = BroadcastLoads(updates)
-        self._peers = PeerLoads(updates)
-        self._written = WrittenLoads(updates)
-        self._audits = Audits(updates)
+        self._arrivals = Arrivals(updates, lambda: checkpoint_metadata(config))
         self._health = EngineHealth(
             self.engine,
             self._gate,
@@ -284,10 +269,10 @@ class EngineActor:
             device_type=current_platform.device_type,
             num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),
-            device_uuids=self._device_uuids,
+            device_uuids=tuple(uuid for uuid, _, _ in self._workers if uuid),
             model=model.model,
-            device_name=self._device_name,
-            why_not_written=self._why_not_written,
+            device_name=self._workers[0][1],
+            why_not_written=next((why for _, _, why in self._workers if why), ""),
             processes=processes,
         )
 
@@ -301,20 +286,18 @@ class EngineActor:
             return
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
         self._health.stop()
-        self._snapshots.stop()
+        self._arrivals._stop()
         await asyncio.to_thread(self.engine.shutdown)
 
     def report(self) -> EngineReport:
         """Returns state, version and load as they are now."""
-        figures: dict[str, Any] = {}
-        if stats := self._stats.latest():
-            figures = stats._asdict()
+        figures = self._stats.latest()
+        if figures:
             figures["stats_age_s"] = time.monotonic() - figures.pop("measured_at")
         if self._started:
             figures["weight_version"] = self._updates.version
             figures["num_unfinished"] = self.get_num_unfinished_requests()
-            figures["counters"] = self._stats.counters()
-            figures |= self._stats.latencies()
+            figures |= {"counters": self._stats.counters(), **self._stats.latencies()}
         return EngineReport(
             replica_id=self.replica_id,
             state=self._gate.state,
@@ -353,8 +336,7 @@ class EngineActor:
 
     def get_cache_usage(self) -> float | None:
         """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` until it is known."""
-        stats = self._stats.latest()
-        return stats.kv_cache_usage if stats else None
+        return self._stats.latest().get("kv_cache_usage")
 
     def get_tokenizer(self) -> Any:
         return self.engine.get_tokenizer()
@@ -382,11 +364,7 @@ for _part, _kind, _names in (
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
     ("_updates", Updates, "hold_back admit drain undrain"),
     ("_native", NativeCalls, ""),
-    ("_broadcasts", BroadcastLoads, ""),
-    ("_snapshots", SnapshotLoads, "load_snapshot snapshot_source follow_snapshots stop_following"),
-    ("_peers", PeerLoads, ""),
-    ("_written", WrittenLoads, ""),
-    ("_audits", Audits, ""),
+    ("_arrivals", Arrivals, ""),
 ):
     for _name in _names.split() or [one for one in vars(_kind) if not one.startswith("_")]:
         setattr(EngineActor, _name, of_part(_part, getattr(_kind, _name)))

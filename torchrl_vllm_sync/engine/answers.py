@@ -174,7 +174,7 @@ class AdmissionGate:
         self._changed = asyncio.Event()
         if self.is_over or state is ReplicaState.STALE:
             for request in list(self.running.values()):
-                request.owner.refuse(request)
+                request.put(self.refusal())
 
     def refusal(self) -> errors.ReplicaUnavailableError:
         return errors.ReplicaUnavailableError(self.replica_id, self.state, self.reason)
@@ -412,10 +412,6 @@ class Batch:
             self._end(answer, result)
         else:
             self._on_step(result)
-
-    def refuse(self, running: RunningRequest) -> None:
-        """Ends a request whose replica has stopped serving."""
-        self._fail(running.answer, self._gate.refusal())
 
     def _fail(self, answer: Answer, failure: Exception) -> None:
         if not answer.has_ended:

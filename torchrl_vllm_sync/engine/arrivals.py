@@ -13,23 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from torchrl_vllm_sync.checks import first_few
-from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
+from torchrl_vllm_sync.checks import Deadline, first_few
+from torchrl_vllm_sync.engine.updates import Replies, Updates, Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
 from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
 from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    from torchrl_vllm_sync.checks import Deadline
-    from torchrl_vllm_sync.engine.updates import Updates
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
-    from torchrl_vllm_sync.weights.transport import PauseMode
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +40,26 @@ COPY_TIMEOUT_S = 60.0
 OFFER_TIMEOUT_S = 15.0
 
 
-class BroadcastLoads:
-    """Takes part in a trainer's broadcasts."""
+class Arrivals:
+    """Brings versions to one engine, and shows or gives away what it holds."""
 
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
+    def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
+        self._updates, self._expected = updates, functools.cache(expected)
+        self._is_checked = False  # whether the workers have compared their plans with a reload
+        self._token, self._offered = "", contextlib.AsyncExitStack()
+        self._watchdog = Watchdog(lambda: self.withdraw_weights(self._token))
+        self._follower: asyncio.Task[None] | None = None
+        self._load: asyncio.Task[LoadReport] | None = None
+        # A reader keeps mappings from load to load.
+        self._reader = functools.cache(SnapshotReader)
+        self._source: dict[str, Any] | None = None
+
+    async def _ask(self, what: str, method: str, *args: Any, timeout_s: float) -> Replies:
+        """Asks every worker while no update is under way."""
+        async with self._updates.exclusive(timeout_s):
+            return await self._updates.ask_workers(method, *args, timeout_s=timeout_s, what=what)
+
+    # ---- By broadcast
 
     async def join_broadcast(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
         """Has every worker join the trainer's group."""
@@ -63,10 +72,8 @@ class BroadcastLoads:
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
         """Announces to every worker what all coming pushes consist of."""
-        async with self._updates.exclusive(timeout_s):
-            answers = await self._updates.ask_workers(
-                "sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s, what="preparing"
-            )
+        call = "preparing", "sync_prepare", metadata, bucket_bytes
+        answers = await self._ask(*call, timeout_s=timeout_s)
         return {**path_of(answers), "direct": all(one["direct"] for one in answers)}
 
     async def receive_broadcast(
@@ -85,7 +92,7 @@ class BroadcastLoads:
         """Receives one version; ``options`` say how the engine is paused."""
         updates, push = self._updates, (push_id, digest, direct)
 
-        def load(left: float) -> Awaitable[list[dict[str, Any]]]:
+        def load(left: float) -> Awaitable[Replies]:
             if staged:
                 return updates.call_workers("sync_install_staged", timeout_s=left)
             args = *push, num_passes, left
@@ -116,80 +123,46 @@ class BroadcastLoads:
             await asyncio.sleep(STAGED_POLL_S)
         raise TransferError(f"staging took longer than {limit_s:.3g} s")
 
+    # ---- Written by a trainer on this host into the workers' spare memory
 
-class WrittenLoads:
-    """Serves what a trainer on this host has written into the workers' spare memory."""
-
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
-        self._is_checked = False  # whether the workers have compared their plans with a reload
-
-    async def plan_writes(
-        self, metadata: list[list[Any]], *, timeout_s: float
-    ) -> list[dict[str, Any]]:
+    async def plan_writes(self, metadata: list[list[Any]], *, timeout_s: float) -> Replies:
         """Returns, of each worker, where the tensors of all coming pushes go."""
-        async with self._updates.exclusive(timeout_s):
-            return await self._updates.ask_workers(
-                "sync_plan_writes", metadata, timeout_s=timeout_s, what="planning"
-            )
+        return await self._ask("planning", "sync_plan_writes", metadata, timeout_s=timeout_s)
 
     async def begin_writing(
         self, known: list[list[int]], *, run_id: str, path: str, timeout_s: float
     ) -> list[int]:
         """Returns the number of each worker's memory that may be written to."""
-        updates = self._updates
-        async with updates.exclusive(timeout_s):
-            args = run_id, known, path, updates.replica_id, timeout_s
-            answers = await updates.ask_workers(
-                "sync_begin_writing", *args, timeout_s=timeout_s, what="beginning"
-            )
+        args = run_id, known, path, self._updates.replica_id, timeout_s
+        answers = await self._ask("beginning", "sync_begin_writing", *args, timeout_s=timeout_s)
         self._is_checked = all(one["is_checked"] for one in answers)
         return [one["number"] for one in answers]
 
     async def take_written(
-        self,
-        numbers: list[int],
-        *,
-        version: int,
-        run_id: str,
-        timeout_s: float,
-        mode: PauseMode,
-        clear_cache: bool,
+        self, numbers: list[int], *, version: int, run_id: str, timeout_s: float, **options: Any
     ) -> LoadReport:
-        """Serves one version; the engine is paused only if it must be."""
+        """Serves one version; the engine is paused, as ``options`` say, only if it must be."""
         updates, call = self._updates, ("sync_take_written", run_id, numbers)
-
-        def load(left: float) -> Awaitable[list[dict[str, Any]]]:
-            return updates.call_workers(*call, timeout_s=left)
-
         async with updates.exclusive(timeout_s) as deadline:
             updates.refuse_older(version)
             updates.refuse_foreign(version, run_id)
             push: Any = {"version": version, "run_id": run_id, "timeout_s": deadline.left_s}
             # The first time they reload besides, which may take long and leave half a model.
-            if self._is_checked and updates.can_swap(mode, clear_cache):
+            if self._is_checked and updates.can_swap(**options):
                 return await updates.swap(*call, **push)
-            return await updates.apply(load, **push, mode=mode, clear_cache=clear_cache)
+            load = functools.partial(updates.call_workers, *call)
+            return await updates.apply(lambda left: load(timeout_s=left), **push, **options)
 
-
-class PeerLoads:
-    """Gives this engine's weights to another replica, of one version, or takes another's."""
-
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
-        self._token = ""
-        self._offered = contextlib.AsyncExitStack()
-        self._watchdog = Watchdog(lambda: self.withdraw_weights(self._token))
+    # ---- From another replica, or to one
 
     async def offer_weights(self, *, timeout_s: float) -> dict[str, Any]:
         """Keeps updates out and returns what there is to take."""
         updates = self._updates
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(updates.exclusive(timeout_s))
-            if not updates.whole:
-                raise TransferError(f"replica {updates.replica_id} holds no whole version")
+            updates.require_whole()
             token = uuid.uuid4().hex
-            answers = await self._ask("sync_peer_open", token, True)
+            answers = await self._copying("sync_peer_open", token, True)
             self._token, self._offered = token, stack.pop_all()
         self._watchdog.start(OFFER_TIMEOUT_S)
         return {
@@ -203,16 +176,16 @@ class PeerLoads:
 
     async def give_weights(self, token: str, index: int, by_value: bool) -> list[Any]:
         """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now."""
-        self._require(token)
+        self._require_offer(token)
         if self._updates.num_waiting:
             await self.withdraw_weights(token)
             raise TransferError("an update came in between, which brings newer weights")
         self._watchdog.start(OFFER_TIMEOUT_S)
-        return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
+        return [one["source"] for one in await self._copying("sync_peer_give", index, by_value)]
 
     async def weight_checksums(self, token: str) -> list[dict[str, int]]:
-        self._require(token)
-        return [one["checksums"] for one in await self._ask("sync_peer_checksums")]
+        self._require_offer(token)
+        return [one["checksums"] for one in await self._copying("sync_peer_checksums")]
 
     async def withdraw_weights(self, token: str) -> None:
         """Ends an offer; does nothing if it has ended."""
@@ -220,9 +193,9 @@ class PeerLoads:
             self._token = ""
             self._watchdog.stop()
             async with self._offered:
-                await self._ask("sync_peer_close")
+                await self._copying("sync_peer_close")
 
-    def _require(self, token: str) -> None:
+    def _require_offer(self, token: str) -> None:
         if token != self._token:
             raise TransferError("the offer does not stand any more")
 
@@ -234,7 +207,7 @@ class PeerLoads:
                 updates.refuse_older(version)
                 if (updates.version, updates.run_id) == (version, run_id):
                     return LoadReport(version=version, loaded=False)
-            own = await self._ask("sync_peer_open", offer["token"], False)
+            own = await self._copying("sync_peer_open", offer["token"], False)
             try:
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
                     raise TransferError("the two replicas' tensors are not alike")
@@ -242,48 +215,41 @@ class PeerLoads:
                     lambda _: self._copy(offer, deadline), version, run_id, deadline.left_s
                 )
             finally:
-                await self._ask("sync_peer_close")
+                await self._copying("sync_peer_close")
 
-    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
+    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> Replies:
         """Takes every chunk and compares checksums, for ``Updates.apply``."""
         actor, token, peer = offer["actor"], offer["token"], "the giving replica"
         by_value = offer["node_id"] != this_node()
         for index in range(max(one["num_chunks"] for one in offer["workers"])):
             call = actor.give_weights.remote(token, index, by_value)
             sources = await self._updates.ask(peer, call, deadline.left_s)
-            await self._ask("sync_peer_take", index, sources, deadline=deadline)
+            await self._copying("sync_peer_take", index, sources, limit_s=deadline.left_s)
         call = actor.weight_checksums.remote(token)
         theirs = await self._updates.ask(peer, call, deadline.left_s)
-        answers = await self._ask("sync_peer_checksums", deadline=deadline)
+        answers = await self._copying("sync_peer_checksums", limit_s=deadline.left_s)
         loaded = {"num_tensors": len(theirs[0]), "path": "peer", "path_reason": ""}
         differs = [one["checksums"] != two for one, two in zip(answers, theirs, strict=True)]
         return [
             {**loaded, "error": "the copy differs from the peer" if one else ""} for one in differs
         ]
 
-    async def _ask(
-        self, method: str, *args: Any, deadline: Deadline | None = None
-    ) -> list[dict[str, Any]]:
-        limit_s = min(deadline.left_s, COPY_TIMEOUT_S) if deadline else COPY_TIMEOUT_S
+    async def _copying(self, method: str, *args: Any, limit_s: float = COPY_TIMEOUT_S) -> Replies:
+        limit_s = min(limit_s, COPY_TIMEOUT_S)
         return await self._updates.ask_workers(method, *args, timeout_s=limit_s, what="copying")
 
-
-class Audits:
-    """Shows what this engine computes with to a trainer that compares it with its own."""
-
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
+    # ---- For a trainer that compares what this engine computes with to its own
 
     async def plan_audit(
         self, metadata: list[list[Any]], *, timeout_s: float
     ) -> list[list[list[Any]]]:
         """Returns, of each worker, which slices of such tensors it holds."""
-        answers = await self._ask("sync_plan_audit", metadata, timeout_s=timeout_s)
+        answers = await self._compare("sync_plan_audit", metadata, timeout_s=timeout_s)
         return [one["slices"] for one in answers]
 
     async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
         """Returns the version that is served, and checksums of each worker's slices."""
-        answers = await self._ask("sync_audit", digest, timeout_s=timeout_s)
+        answers = await self._compare("sync_audit", digest, timeout_s=timeout_s)
         checksums = [one["checksums"] for one in answers]
         return {"version": self._updates.version, "workers": checksums}
 
@@ -292,30 +258,19 @@ class Audits:
     ) -> bytes:
         """Returns the bytes of a part of one worker's slice."""
         args = digest, rank, at, chunk
-        answers = await self._ask("sync_audit_values", *args, timeout_s=timeout_s)
-        return answers[rank]["values"]
+        return (await self._compare("sync_audit_values", *args, timeout_s=timeout_s))[rank][
+            "values"
+        ]
 
-    async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+    async def _compare(self, method: str, *args: Any, timeout_s: float) -> Replies:
         updates = self._updates
         async with updates.exclusive(timeout_s) as deadline:
             updates.require_weights()
-            if not updates.whole:
-                raise TransferError(f"replica {updates.replica_id} holds no whole version")
+            updates.require_whole()
             limit_s = deadline.left_s
             return await updates.ask_workers(method, *args, timeout_s=limit_s, what="comparing")
 
-
-class SnapshotLoads:
-    """Applies stored versions to one engine, each at most once."""
-
-    def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
-        self._updates = updates
-        self._expected = functools.cache(expected)
-        self._follower: asyncio.Task[None] | None = None
-        self._load: asyncio.Task[LoadReport] | None = None
-        # A reader keeps mappings from load to load.
-        self._reader = functools.cache(SnapshotReader)
-        self._source: dict[str, Any] | None = None
+    # ---- From a snapshot
 
     def snapshot_source(self) -> dict[str, Any] | None:
         """Where the weights were loaded from; ``None`` if they came another way since."""
@@ -355,7 +310,7 @@ class SnapshotLoads:
                 data = str(reader.directory / snapshot.manifest.path / DATA_FILE)
                 call = "sync_load_snapshot", data, to_json(snapshot.metadata)
 
-                async def load(left: float) -> list[dict[str, Any]]:
+                async def load(left: float) -> Replies:
                     answers = await updates.call_workers(*call, timeout_s=left)
                     if not any(answer["error"] for answer in answers):
                         await asyncio.to_thread(reading.close)  # raises unless it was one version
@@ -401,7 +356,7 @@ class SnapshotLoads:
 
     def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
         """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
-        self.stop()
+        self._stop()
         self._follower = asyncio.create_task(self._follow(directory, run_id, **options))
 
     async def _follow(
@@ -424,7 +379,7 @@ class SnapshotLoads:
                         directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
                     )
                     self._load = asyncio.create_task(load)
-                    await asyncio.shield(self._load)  # :meth:`stop` leaves no load half done
+                    await asyncio.shield(self._load)  # stopping leaves no load half done
                 elif manifest and manifest.version < updates.version:
                     found = manifest.version
                     problem = f"version {found} is older than the replica's {updates.version}"
@@ -436,13 +391,13 @@ class SnapshotLoads:
             told = problem
             await asyncio.sleep(interval_s)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way goes on."""
         if self._follower is not None:
             self._follower.cancel()
 
     async def stop_following(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way is finished first."""
-        self.stop()
+        self._stop()
         if self._load is not None:
             await asyncio.wait({self._load})

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from packaging.version import Version
@@ -25,7 +25,7 @@ from vllm.logprobs import append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, PauseMode
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
-    from vllm.v1.engine import EngineCoreOutput, PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.requests.messages import BegunAnswer
@@ -67,20 +66,11 @@ def installed_vllm() -> Version:
 MAX_FIRST_TOKENS, MAX_TOKEN_GAPS = 256, 4096
 
 
-class EngineStats(NamedTuple):
-    """The scheduler's figures after one step."""
-
-    num_running: int  # requests in the running batch
-    num_waiting: int
-    kv_cache_usage: float  # share of blocks in use, 0 to 1
-    measured_at: float  # time.monotonic() of the step
-
-
 class StatsRecorder(StatLoggerBase):
     """A vLLM stat logger in the ``AsyncLLM`` process (``vllm/v1/metrics/loggers.py``)."""
 
     def __init__(self) -> None:
-        self._by_engine: dict[int, EngineStats] = {}
+        self._by_engine: dict[int, tuple[int, int, float, float]] = {}
         self._totals = Counter[str]()  # by the names of EngineCounters
         self._first_token_s = deque[float](maxlen=MAX_FIRST_TOKENS)
         self._between_tokens_s = deque[float](maxlen=MAX_TOKEN_GAPS)
@@ -106,17 +96,18 @@ class StatsRecorder(StatLoggerBase):
             self._totals["prefix_cache_queries"] += now.prefix_cache_stats.queries
             self._totals["prefix_cache_hits"] += now.prefix_cache_stats.hits
             figures = now.num_running_reqs, now.num_waiting_reqs, now.kv_cache_usage
-            self._by_engine[engine_idx] = EngineStats(*figures, time.monotonic())
+            self._by_engine[engine_idx] = *figures, time.monotonic()
 
     def log_engine_initialized(self) -> None:
         """Does nothing; the interface asks for it."""
 
-    def latest(self) -> EngineStats | None:
-        """Figures of all data-parallel engines; ``None`` before the first."""
+    def latest(self) -> dict[str, Any]:
+        """Figures of all data-parallel engines, ``EngineReport``'s and when; none before a step."""
         if not self._by_engine:
-            return None
+            return {}
         running, waiting, usage, measured_at = zip(*self._by_engine.values(), strict=True)
-        return EngineStats(sum(running), sum(waiting), max(usage), min(measured_at))
+        figures = {"num_running": sum(running), "num_waiting": sum(waiting)}
+        return {**figures, "kv_cache_usage": max(usage), "measured_at": min(measured_at)}
 
     def counters(self) -> EngineCounters:
         return EngineCounters(**self._totals)

@@ -20,9 +20,9 @@ from torchrl_vllm_sync.engine.updates import (
     Watchdog,
     raise_failures,
 )
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
-from torchrl_vllm_sync.weights.transport import check_mode
+from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.answers import AdmissionGate
-    from torchrl_vllm_sync.replica import LoadReport
-    from torchrl_vllm_sync.weights.transport import PauseMode
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,12 @@ from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
-from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan, reload_model
+from torchrl_vllm_sync.engine.plan import (
+    LoadPlan,
+    PlanNotPossibleError,
+    record_load_plan,
+    reload_model,
+)
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights import audit
 from torchrl_vllm_sync.weights.broadcast import buckets
@@ -41,8 +46,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
-
-    from torchrl_vllm_sync.engine.plan import LoadPlan
 
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
 # thread that launches the engine's kernels.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Replies = list[dict[str, Any]]  # the answers of all workers, by rank
+
 # Seconds for calls that only ask, label, resume or clear up.
 SHORT_TIMEOUT_S = 30.0
 # Seconds between checks that an engine core that has yet to answer is alive.
@@ -40,7 +42,7 @@ PUSH_SILENCE_S = 30.0
 TORN_SILENCE_S = 7.5
 
 
-def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
+def raise_failures(replica_id: str, answers: Replies) -> None:
     """Raises for the workers that failed, with this library's error type if they share one."""
     failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
     if not failed:
@@ -51,7 +53,7 @@ def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
     raise kind(f"replica {replica_id}: " + "; ".join(reasons))
 
 
-def path_of(answers: list[dict[str, Any]]) -> dict[str, str]:
+def path_of(answers: Replies) -> dict[str, str]:
     """How the workers' weights get into the model, and why not by a plan."""
     return {
         "path": " and ".join(sorted({one["path"] for one in answers})),
@@ -59,7 +61,7 @@ def path_of(answers: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _loaded(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def _loaded(answers: Replies) -> dict[str, Any]:
     """Fields of the report on a load."""
     attempts = max(one.get("attempts", 1) for one in answers)
     return {"num_tensors": answers[0]["num_tensors"], "attempts": attempts, **path_of(answers)}
@@ -207,6 +209,10 @@ class Updates:
                 f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
             )
 
+    def require_whole(self) -> None:
+        if not self.whole:
+            raise errors.TransferError(f"replica {self.replica_id} holds no whole version")
+
     def _require_alive(self) -> None:
         if self._engine.errored:
             self.set_state(ReplicaState.FAILED, f"engine core died: {self._engine.dead_error}")
@@ -238,7 +244,7 @@ class Updates:
 
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
-    ) -> list[dict[str, Any]]:
+    ) -> Replies:
         """Calls a method of every worker, and raises their failures."""
         answers = await self.call_workers(method, *args, timeout_s=timeout_s, what=what)
         raise_failures(self.replica_id, answers)
@@ -264,7 +270,7 @@ class Updates:
 
     async def apply(
         self,
-        load: Callable[[float], Awaitable[list[dict[str, Any]]]],
+        load: Callable[[float], Awaitable[Replies]],
         version: int,
         run_id: str | None,
         timeout_s: float,
@@ -300,7 +306,7 @@ class Updates:
         self.require_weights()
         unstarted: list[RunningRequest] = []
 
-        def take(answers: list[dict[str, Any]]) -> None:
+        def take(answers: Replies) -> None:
             """Comes ahead of all that is sampled afterwards."""
             try:
                 self._check(answers, was_whole=True)
@@ -320,7 +326,7 @@ class Updates:
             self._end_commit(pause, run_id)
         return pause.report(version, **_loaded(answers))
 
-    def _check(self, answers: list[dict[str, Any]], was_whole: bool) -> None:
+    def _check(self, answers: Replies, was_whole: bool) -> None:
         """Raises if a worker could not load."""
         if told := "; ".join(
             f"worker {rank} could not load: {one['error']}\n{one.get('traceback', '')}".rstrip()

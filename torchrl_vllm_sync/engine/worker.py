@@ -35,7 +35,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import NOT_STAGED
 from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
-from torchrl_vllm_sync.weights.metadata import from_json
+from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
 from torchrl_vllm_sync.weights.places import device_name, device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
-
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
@@ -293,12 +291,12 @@ class SyncWorkerExtension:
         receiver = self.weight_transfer_engine
         return receiver.staging_refusal if isinstance(receiver, BroadcastReceiver) else ""
 
-    def sync_why_not_written(self) -> str:
-        """Why no trainer can write to this worker's memory; empty if none is known."""
-        receiver = self.weight_transfer_engine
-        if not isinstance(receiver, BroadcastReceiver) or receiver.config.backend != STAGED_BACKEND:
-            return NOT_STAGED
-        return receiver.staging_refusal or why_not_a_plan(self.vllm_config)
+    def sync_describe(self) -> tuple[str, str, str]:
+        """Returns UUID (of a GPU) and name of its device, and why no trainer can write to it."""
+        receiver, why = self.weight_transfer_engine, NOT_STAGED
+        if isinstance(receiver, BroadcastReceiver) and receiver.config.backend == STAGED_BACKEND:
+            why = receiver.staging_refusal or why_not_a_plan(self.vllm_config)
+        return device_uuid(self.device), device_name(self.device), why
 
     def sync_leave(self) -> None:
         self._sync_receiver().shutdown()
@@ -425,10 +423,6 @@ class SyncWorkerExtension:
 
     def native_engine_name(self) -> str:
         return type(self.weight_transfer_engine).__name__
-
-    def native_device(self) -> tuple[str, str]:
-        """Returns the UUID of this worker's GPU, empty on a CPU, and the name of its device."""
-        return device_uuid(self.device), device_name(self.device)
 
     @answered
     def native_check(self) -> None:
