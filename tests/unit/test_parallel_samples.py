@@ -69,7 +69,7 @@ async def start(count, kind, on_step=None):
     request = EngineRequest(request_id="r", prompt=prompt, sampling_params=params, timeout_s=9.0)
 
     async def run():
-        async with contextlib.aclosing(Batch(answers, gate, [request], on_step).run()) as ends:
+        async with contextlib.aclosing(Batch(answers, [request], on_step).run()) as ends:
             ((result,),) = [results async for results in ends]
         return result
 

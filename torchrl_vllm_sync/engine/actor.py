@@ -84,8 +84,6 @@ class EngineHealth:
         return self._clock() - self._answered_at
 
     def start(self) -> None:
-        """Starts the checks, in a task of the running event loop."""
-
         async def look_again() -> None:
             while self.look():  # noqa: ASYNC110  silence raises no event
                 await asyncio.sleep(LOOK_S)
@@ -228,7 +226,6 @@ class EngineActor:
         await self._begin()
 
     async def _begin(self) -> None:
-        """Builds the parts that need the engine, and begins to serve."""
         internals.watch_samples(self.engine, self._gate.register)
         self._workers = await internals.call_workers(self.engine, "sync_describe")
         self._updates = updates = Updates(self.engine, self._gate)
@@ -277,7 +274,6 @@ class EngineActor:
         )
 
     def ready(self) -> bool:
-        """Whether the replica serves requests."""
         return self._gate.state is ReplicaState.SERVING
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_pa
 from torchrl_vllm_sync.versions import VersionSpan, slice_spans, spans_from_starts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Spans = tuple[VersionSpan, ...]
+Labels = list[tuple[str, int, int]] | None  # vLLM's spans, each with its label
+Step = Callable[[EngineResult], object]
 # What a prompt may hold that vLLM need not render.
 _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 # Seconds that finished outputs of a batch wait at most, to be sent back together.
@@ -72,11 +76,10 @@ class SampleVersions:
             start = max(start, on_their_way, self._starts[-1][1])
         self._starts.append((version, start))
 
-    def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def spans(self, num_tokens: int) -> Spans:
         return spans_from_starts(self._starts, num_tokens)
 
     def report(self, completion: CompletionOutput, checker: SpanChecker) -> SampleReport:
-        """Returns the report on the sample's next output."""
         start = self._delivered if self.state.yields_only_new else 0
         end = self._delivered = start + len(completion.token_ids)
         spans = self.spans(end)
@@ -104,14 +107,7 @@ class SpanChecker:
     replica_id: str
     num_disagreements: int = 0
 
-    def agreed(
-        self,
-        request_id: str,
-        counted: tuple[VersionSpan, ...],
-        labelled: Sequence[tuple[str, int, int]] | None,
-        num_tokens: int,
-    ) -> tuple[VersionSpan, ...]:
-        """Returns the spans of a finished sample."""
+    def agreed(self, request_id: str, counted: Spans, labelled: Labels, num_tokens: int) -> Spans:
         theirs = versions_of_labels(labelled, num_tokens)
         if theirs is None or theirs == counted:
             return counted
@@ -122,9 +118,7 @@ class SpanChecker:
         return theirs
 
 
-def versions_of_labels(
-    labelled: Sequence[tuple[str, int, int]] | None, num_tokens: int
-) -> tuple[VersionSpan, ...] | None:
+def versions_of_labels(labelled: Labels, num_tokens: int) -> Spans | None:
     """Makes version spans of vLLM's; ``None`` if a label, perhaps a user's, is no version."""
     if labelled is None:
         return None
@@ -152,7 +146,6 @@ class RunningRequest:
         return self.sample is not None and self.sample.has_begun
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Takes what vLLM would put into the request's queue."""
         self.owner.take(self, output)
 
 
@@ -207,7 +200,6 @@ class AdmissionGate:
                 request.sample.switch(version, computed)
 
     def is_open(self, min_version: int = 0) -> bool:
-        """Whether a request may enter now."""
         return self.state is ReplicaState.SERVING and self.version >= min_version
 
     async def enter(self, min_version: int = 0) -> None:
@@ -261,8 +253,6 @@ def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What there is of the answer to one request."""
-
     request: EngineRequest
     samples: list[SamplingParams]  # the parameters of each
     final_only: bool
@@ -275,13 +265,9 @@ class Batch:
     """Requests of one call, each of which ends once; vLLM calls :meth:`take` with all outputs."""
 
     def __init__(
-        self,
-        replica: Answers,
-        gate: AdmissionGate,
-        requests: Sequence[EngineRequest],
-        on_step: Callable[[EngineResult], object] = lambda _: None,
+        self, replica: Answers, requests: Sequence[EngineRequest], on_step: Step = lambda _: None
     ) -> None:
-        self._replica, self._gate, self._on_step = replica, gate, on_step
+        self._replica, self._gate, self._on_step = replica, replica.gate, on_step
         self._clock = asyncio.get_running_loop().time
         self._begin = self._clock()
         self._left: dict[Answer, None] = {}
@@ -294,7 +280,6 @@ class Batch:
         self._unwanted: list[str] = []  # engine ids of samples whose request has ended
 
     async def run(self) -> AsyncGenerator[list[EngineResult]]:
-        """Yields the ends of the requests, several at a time."""
         try:
             # In a task, as the time limits hold while the engine takes them, too.
             self._tasks.append(asyncio.create_task(self._enter_all()))
@@ -453,7 +438,7 @@ class Answers:
     _updates: Any  # of which the salt and the version are read
 
     def __init__(self, replica_id: str, gate: AdmissionGate) -> None:
-        self.replica_id, self._gate = replica_id, gate
+        self.replica_id, self.gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
         self._restarts = 0
@@ -467,7 +452,7 @@ class Answers:
         self, requests: list[EngineRequest], *, want_prompt: bool
     ) -> AsyncIterator[PackedResults]:
         """Yields the results of ``requests``, one each within its time limit, several at a time."""
-        async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
+        async with contextlib.aclosing(Batch(self, requests).run()) as ends:
             async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)
 
@@ -492,7 +477,7 @@ class Answers:
             some.set()
 
         async def run() -> None:
-            async with contextlib.aclosing(Batch(self, self._gate, [request], keep).run()) as ends:
+            async with contextlib.aclosing(Batch(self, [request], keep).run()) as ends:
                 async for (last,) in ends:
                     keep(last)
 
@@ -532,16 +517,15 @@ class Answers:
         return tokens_input(ids, prompt=text, cache_salt=salt)
 
     def failure(self, request: EngineRequest, failure: Exception) -> EngineResult:
-        """Returns the error that the caller of ``request`` gets for ``failure``."""
         name, limit_s, error = request.request_id, request.timeout_s, failure
         match failure:
             case EngineDeadError():
-                self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
-                error = self._gate.refusal()
+                self.gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
+                error = self.gate.refusal()
             case errors.SyncError():
                 pass
             case TimeoutError() if request.min_version > self._updates.version:
-                held = {self.replica_id: self._gate.describe()}
+                held = {self.replica_id: self.gate.describe()}
                 error = errors.VersionNotReachedError(request.min_version, held, limit_s)
             case TimeoutError():
                 error = errors.GenerationTimeoutError(
@@ -561,7 +545,7 @@ class Answers:
         self.given_up.update(dict.fromkeys(wanted))
         for _ in range(len(self.given_up) - MAX_GIVEN_UP):
             del self.given_up[next(iter(self.given_up))]
-        inside = self._gate.running.items()
+        inside = self.gate.running.items()
         left = [name for name, one in inside if one.sample and one.request.abort_id in wanted]
         await self.engine.abort(left)
         return len(left)
@@ -596,7 +580,7 @@ class Answers:
             )
             for at, prompt in enumerate(checked)
         ]
-        async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
+        async with contextlib.aclosing(Batch(self, requests).run()) as ends:
             ended = {one.request_id: one async for results in ends for one in results}
         results = [ended[request.request_id] for request in requests]
         for request, result in zip(requests, results, strict=True):

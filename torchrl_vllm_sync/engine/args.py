@@ -53,7 +53,6 @@ QUIET_ENVIRONMENT = {
 
 
 def on_cpu() -> bool:
-    """Whether the installed vLLM runs its engines on CPUs."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
@@ -226,7 +225,6 @@ _MADE = re.compile(r"(\d+) +/dev/shm/sem\.\w+ \(deleted\)")
 
 
 def own_processes() -> ReplicaProcesses:
-    """Returns this process, a Ray actor, and its children, as they are now."""
     found = _with_children(os.getpid())
     shared = sorted({path for one in found for path in _shared_memory(one.pid)})
     return ReplicaProcesses(ray.get_runtime_context().get_node_id(), tuple(found), tuple(shared))

@@ -55,14 +55,12 @@ class Arrivals:
         self._source: dict[str, Any] | None = None
 
     async def _ask(self, what: str, method: str, *args: Any, timeout_s: float) -> Replies:
-        """Asks every worker while no update is under way."""
         async with self._updates.exclusive(timeout_s):
             return await self._updates.ask_workers(method, *args, timeout_s=timeout_s, what=what)
 
     # ---- By broadcast
 
     async def join_broadcast(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
-        """Has every worker join the trainer's group."""
         async with self._updates.exclusive(timeout_s) as deadline:
             info = init_info | {"timeout_s": timeout_s, "deadline": deadline.at}
             limit_s = deadline.left_s + LAST_WORDS_S
@@ -71,7 +69,6 @@ class Arrivals:
     async def prepare_broadcast(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
-        """Announces to every worker what all coming pushes consist of."""
         call = "preparing", "sync_prepare", metadata, bucket_bytes
         answers = await self._ask(*call, timeout_s=timeout_s)
         return {**path_of(answers), "direct": all(one["direct"] for one in answers)}
@@ -126,7 +123,6 @@ class Arrivals:
     # ---- Written by a trainer on this host into the workers' spare memory
 
     async def plan_writes(self, metadata: list[list[Any]], *, timeout_s: float) -> Replies:
-        """Returns, of each worker, where the tensors of all coming pushes go."""
         return await self._ask("planning", "sync_plan_writes", metadata, timeout_s=timeout_s)
 
     async def begin_writing(
@@ -235,20 +231,17 @@ class Arrivals:
         ]
 
     async def _copying(self, method: str, *args: Any, limit_s: float = COPY_TIMEOUT_S) -> Replies:
-        limit_s = min(limit_s, COPY_TIMEOUT_S)
-        return await self._updates.ask_workers(method, *args, timeout_s=limit_s, what="copying")
+        timeout_s = min(limit_s, COPY_TIMEOUT_S)
+        return await self._updates.ask_workers(method, *args, timeout_s=timeout_s, what="copying")
 
     # ---- For a trainer that compares what this engine computes with to its own
 
-    async def plan_audit(
-        self, metadata: list[list[Any]], *, timeout_s: float
-    ) -> list[list[list[Any]]]:
+    async def plan_audit(self, metadata: list[Any], *, timeout_s: float) -> list[Any]:
         """Returns, of each worker, which slices of such tensors it holds."""
         answers = await self._compare("sync_plan_audit", metadata, timeout_s=timeout_s)
         return [one["slices"] for one in answers]
 
     async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
-        """Returns the version that is served, and checksums of each worker's slices."""
         answers = await self._compare("sync_audit", digest, timeout_s=timeout_s)
         checksums = [one["checksums"] for one in answers]
         return {"version": self._updates.version, "workers": checksums}
@@ -256,11 +249,9 @@ class Arrivals:
     async def audit_values(
         self, digest: str, rank: int, at: int, chunk: int, *, timeout_s: float
     ) -> bytes:
-        """Returns the bytes of a part of one worker's slice."""
         args = digest, rank, at, chunk
-        return (await self._compare("sync_audit_values", *args, timeout_s=timeout_s))[rank][
-            "values"
-        ]
+        answers = await self._compare("sync_audit_values", *args, timeout_s=timeout_s)
+        return answers[rank]["values"]
 
     async def _compare(self, method: str, *args: Any, timeout_s: float) -> Replies:
         updates = self._updates
@@ -297,7 +288,13 @@ class Arrivals:
             phases = {"verify_s": time.perf_counter() - begin}
             try:
                 if snapshot is None:
-                    self._check_held(directory, run_id, at_least)
+                    if updates.version < at_least or not updates.whole:
+                        raise SnapshotError(
+                            f"{directory} holds no version {at_least} or later, and replica "
+                            f"{updates.replica_id} is at {updates.version}"
+                        )
+                    if at_least:
+                        updates.refuse_foreign(at_least, run_id)
                     return LoadReport(version=updates.version, loaded=False)
                 if snapshot.version < at_least:
                     raise SnapshotError(
@@ -324,17 +321,6 @@ class Arrivals:
             finally:
                 await asyncio.to_thread(reading.__exit__, *sys.exc_info())
 
-    def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
-        """Accepts that ``directory`` holds nothing newer, or raises."""
-        updates = self._updates
-        if updates.version < at_least or not updates.whole:
-            raise SnapshotError(
-                f"{directory} holds no version {at_least} or later, and replica "
-                f"{updates.replica_id} is at {updates.version}"
-            )
-        if at_least:
-            updates.refuse_foreign(at_least, run_id)
-
     def _check_fits(self, snapshot: Snapshot) -> None:
         """Refuses tensors of another model: the trainer that stored them may know no engine."""
         try:
@@ -360,24 +346,16 @@ class Arrivals:
         self._follower = asyncio.create_task(self._follow(directory, run_id, **options))
 
     async def _follow(
-        self,
-        directory: str,
-        run_id: str | None,
-        *,
-        interval_s: float,
-        timeout_s: float,
-        verify: bool = True,
+        self, directory: str, run_id: str | None, interval_s: float, **options: Any
     ) -> None:
         updates, told = self._updates, ""
-        reader = self._reader(directory, run_id=run_id, verify=verify)
+        reader = self._reader(directory, run_id=run_id, verify=options.get("verify", True))
         while not updates.is_over:
             problem = ""
             try:
                 manifest = await asyncio.to_thread(reader.current)
                 if manifest and (manifest.version > updates.version or not updates.whole):
-                    load = self.load_snapshot(
-                        directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
-                    )
+                    load = self.load_snapshot(directory, run_id, at_least=0, **options)
                     self._load = asyncio.create_task(load)
                     await asyncio.shield(self._load)  # stopping leaves no load half done
                 elif manifest and manifest.version < updates.version:

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
 # Seconds without a call after which the process that drives an update counts as gone.
 IDLE_TIMEOUT_S = 300.0
-SLEEP_LEVELS = (0, 1, 2)
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 # What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
 WORKERS_ANSWERED = (errors.TransferError, errors.TransferNotReadyError, errors.WeightMismatchError)
@@ -106,10 +105,8 @@ class NativeCalls:
     ) -> None:
         """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
         check_mode(mode)
-        if level not in SLEEP_LEVELS:
-            raise errors.UnsupportedArgumentError(
-                f"level must be one of {SLEEP_LEVELS}, got {level!r}"
-            )
+        if level not in (0, 1, 2):
+            raise errors.UnsupportedArgumentError(f"level must be one of (0, 1, 2), got {level!r}")
         able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
         if level > 0 and not able:
             raise errors.UnsupportedArgumentError(
@@ -157,7 +154,6 @@ class NativeCalls:
             raise
 
     async def _let_go(self) -> None:
-        """Undoes :meth:`_hold`."""
         if not self._updates.whole:
             raise self._gate.refusal()
         self._updates.held = False
@@ -166,15 +162,12 @@ class NativeCalls:
     async def init_weight_transfer_engine(
         self, request: Any, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Initialises every worker's transfer engine; most wait for the trainer in it."""
         info = payload_of(request, "init_info")
         async with self._turn("init_weight_transfer_engine", timeout_s):
-            await self._updates.ask_workers(
-                "native_init", info, timeout_s=timeout_s, what="initialising"
-            )
+            ask = self._updates.ask_workers
+            await ask("native_init", info, timeout_s=timeout_s, what="initialising")
 
     async def use_transfer_engine(self, backend: str | None = None) -> None:
-        """Switches every worker to another transfer engine; ``None`` means that of the launch."""
         async with self._turn("use_transfer_engine"):
             await self._updates.ask_workers("native_use", backend, what="changing")
 
@@ -231,15 +224,13 @@ class NativeCalls:
         if update.version is None:
             return None
         path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
-        return update.pause.report(version, num_tensors=update.num_tensors, attempts=1, **path)
+        return update.pause.report(version, [{"num_tensors": update.num_tensors, **path}])
 
-    async def update_weights_native(
-        self, request: Any, *, timeout_s: float = TIMEOUT_S, **push: Any
-    ) -> LoadReport | None:
+    async def update_weights_native(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
         """TorchRL's name for start, update and finish in one call."""
-        await self.start_weight_update(timeout_s=timeout_s, **push)
+        await self.start_weight_update(timeout_s=timeout_s)
         await self.update_weights(request, timeout_s=timeout_s)
-        return await self.finish_weight_update(timeout_s=timeout_s)
+        await self.finish_weight_update(timeout_s=timeout_s)
 
     async def give_up_update(self, run_id: str) -> None:
         """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
@@ -251,7 +242,7 @@ class NativeCalls:
         async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
             version = self._version_of(str(new_version))
             if self._updates.whole and self._gate.state is not ReplicaState.STALE:
-                pause = self._updates.paused("keep", clear_cache=False, timeout_s=SHORT_TIMEOUT_S)
+                pause = self._updates.paused(SHORT_TIMEOUT_S)
                 await stack.enter_async_context(pause)
             await self._updates.label(str(new_version))
             self._gate.switch(version)
@@ -279,7 +270,7 @@ class NativeCalls:
             await stack.enter_async_context(updates.exclusive(timeout_s))
             updates.require_weights()
             await updates.ask_workers("native_check", what="checking")
-            pause = updates.paused(update.mode, update.clear_cache, timeout_s)
+            pause = updates.paused(timeout_s, update.mode, update.clear_cache)
             update.pause = await stack.enter_async_context(pause)
             updates.apart = True
             try:
@@ -297,13 +288,11 @@ class NativeCalls:
 
     def _require_idle(self, what: str) -> _OpenUpdate:
         if self._open is None:
-            raise self._not_ready(
-                f"{what}: no weight update is open: start_weight_update comes first"
-            )
+            why = "no weight update is open: start_weight_update comes first"
+            raise self._not_ready(f"{what}: {why}")
         if self._open.steps.ag_running:
-            raise self._not_ready(
-                f"{what} has to wait: another call of the weight update is under way"
-            )
+            why = "another call of the weight update is under way"
+            raise self._not_ready(f"{what} has to wait: {why}")
         return self._open
 
     async def _step(self, what: str, take: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -326,7 +326,6 @@ class _Recorder(TorchDispatchMode):
         return self._other(func, args, kwargs)
 
     def _source(self, tensor: torch.Tensor) -> ParamMeta | None:
-        """The checkpoint tensor that ``tensor`` is a view of."""
         meta = self._sources.get(storage_key(tensor))
         return meta if meta is not None and meta.dtype == tensor.dtype else None
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Replies = list[dict[str, Any]]  # the answers of all workers, by rank
+Load = Callable[[float], Awaitable[Replies]]  # has them load within so many seconds
 
 # Seconds for calls that only ask, label, resume or clear up.
 SHORT_TIMEOUT_S = 30.0
@@ -55,16 +57,8 @@ def raise_failures(replica_id: str, answers: Replies) -> None:
 
 def path_of(answers: Replies) -> dict[str, str]:
     """How the workers' weights get into the model, and why not by a plan."""
-    return {
-        "path": " and ".join(sorted({one["path"] for one in answers})),
-        "path_reason": next((one["path_reason"] for one in answers if one["path_reason"]), ""),
-    }
-
-
-def _loaded(answers: Replies) -> dict[str, Any]:
-    """Fields of the report on a load."""
-    attempts = max(one.get("attempts", 1) for one in answers)
-    return {"num_tensors": answers[0]["num_tensors"], "attempts": attempts, **path_of(answers)}
+    why = next((one["path_reason"] for one in answers if one["path_reason"]), "")
+    return {"path": " and ".join(sorted({one["path"] for one in answers})), "path_reason": why}
 
 
 class Watchdog:
@@ -103,7 +97,7 @@ class Pause:
     num_kept: int = 0
     stood_s: float | None = None  # workers, at most, where nothing was paused
 
-    def report(self, version: int, **load: Any) -> LoadReport:
+    def report(self, version: int, answers: Replies, **load: Any) -> LoadReport:
         """The report on the update that has just ended; ``load`` are fields of its own."""
         if self.stood_s is not None:
             self.begun = self.reached = self.loaded - self.stood_s
@@ -120,6 +114,9 @@ class Pause:
             num_kept=self.num_kept,
             num_restarted=self.num_restarted,
             began_at=time.time() - since_s - before,
+            num_tensors=answers[0]["num_tensors"],
+            attempts=max(one.get("attempts", 1) for one in answers),
+            **path_of(answers),
             **load,
         )
 
@@ -178,7 +175,6 @@ class Updates:
         return is_same
 
     def keep_push(self, sender: str, number: int) -> None:
-        """Notes a sign of life of the trainer that pushes."""
         if self._push == (sender, number):
             self._seen_at = time.monotonic()
 
@@ -245,7 +241,6 @@ class Updates:
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
     ) -> Replies:
-        """Calls a method of every worker, and raises their failures."""
         answers = await self.call_workers(method, *args, timeout_s=timeout_s, what=what)
         raise_failures(self.replica_id, answers)
         return answers
@@ -270,26 +265,24 @@ class Updates:
 
     async def apply(
         self,
-        load: Callable[[float], Awaitable[Replies]],
+        load: Load,
         version: int,
         run_id: str | None,
         timeout_s: float,
-        *,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
         phases: dict[str, float] | None = None,
+        **options: Any,
     ) -> LoadReport:
-        """Pauses, has the workers load, and resumes; ``phases`` of the report came before."""
+        """Pauses as ``options`` say, loads, and resumes; ``phases`` of the report came before."""
         if self.apart:
             await self.put_together()
         self.require_weights()
         was_whole = self.whole
-        async with self.paused(mode, clear_cache, timeout_s) as pause:
+        async with self.paused(timeout_s, **options) as pause:
             self.whole = False
             answers = await load(timeout_s - (pause.reached - pause.begun))
             self._check(answers, was_whole)
             await self.commit(pause, version, str(version), run_id)
-        return pause.report(version, **_loaded(answers), **(phases or {}))
+        return pause.report(version, answers, **(phases or {}))
 
     def can_swap(self, mode: PauseMode, clear_cache: bool) -> bool:
         """Whether :meth:`swap` does what :meth:`apply` does; an incomplete engine is frozen."""
@@ -316,18 +309,16 @@ class Updates:
             self._switch(version, answers[0]["computed"])
             unstarted.extend(self._mark_unstarted())
 
-        async with self.paused(None, clear_cache=False, timeout_s=timeout_s) as pause:
+        async with self.paused(timeout_s, None) as pause:
             self.whole = False
             call = internals.call_between_steps(self._engine, method, args, take)
             answers = await self.ask("swapping", call, timeout_s)
             pause.loaded, pause.stood_s = time.perf_counter(), max(a["seconds"] for a in answers)
             pause.num_restarted = await self._send_back(unstarted)
-            await self.label(str(version))
-            self._end_commit(pause, run_id)
-        return pause.report(version, **_loaded(answers))
+            await self.commit(pause, None, str(version), run_id)
+        return pause.report(version, answers)
 
     def _check(self, answers: Replies, was_whole: bool) -> None:
-        """Raises if a worker could not load."""
         if told := "; ".join(
             f"worker {rank} could not load: {one['error']}\n{one.get('traceback', '')}".rstrip()
             for rank, one in enumerate(answers)
@@ -338,7 +329,7 @@ class Updates:
 
     @contextlib.asynccontextmanager
     async def paused(
-        self, mode: PauseMode | None, clear_cache: bool, timeout_s: float
+        self, timeout_s: float, mode: PauseMode | None = "keep", clear_cache: bool = False
     ) -> AsyncIterator[Pause]:
         """Freezes the engine; on every exit it is whole and serving, or stale without requests.
 
@@ -374,36 +365,34 @@ class Updates:
         return unstarted
 
     async def _send_back(self, unstarted: list[RunningRequest]) -> int:
-        """Sends requests back to the gate."""
         # What vLLM is still preparing, which takes long with images, goes back when it is done.
         if ids := [one.engine_id for one in unstarted if one.sample is not None]:
             await self.ask("sending back", self._engine.abort(ids), SHORT_TIMEOUT_S)
         return len(unstarted)
 
     async def commit(
-        self, pause: Pause, version: int, label: str | None, run_id: str | None
+        self, pause: Pause, version: int | None, label: str | None, run_id: str | None
     ) -> None:
         """Labels the weights, which are in place, and notes that the engine holds all of them."""
-        pause.loaded = time.perf_counter()
+        if version is not None:  # else they were switched to between two steps
+            pause.loaded = time.perf_counter()
         if label is not None:
             await self.label(label)
-        self._switch(version)
-        self._end_commit(pause, run_id)
+        if version is not None:
+            self._switch(version)
+        self.whole, self.run_id = True, run_id
+        pause.num_kept = sum(one.has_begun for one in self._gate.running.values())
 
     def _switch(self, version: int, computed: dict[str, int] | None = None) -> None:
         self._repeats = self._repeats + 1 if version == self.version else 0
         self._gate.switch(version, computed)
 
-    def _end_commit(self, pause: Pause, run_id: str | None) -> None:
-        self.whole, self.run_id = True, run_id
-        pause.num_kept = sum(one.has_begun for one in self._gate.running.values())
-
     async def label(self, label: str) -> None:
-        call = internals.set_weight_label(self._engine, label)
-        await self.ask("labelling", call, SHORT_TIMEOUT_S)
+        await self.ask(
+            "labelling", internals.set_weight_label(self._engine, label), SHORT_TIMEOUT_S
+        )
 
     async def put_together(self) -> None:
-        """Makes workers end the reload that an update had begun."""
         await self.ask_workers("native_abandon", what="giving up")
         self.apart = False
 
@@ -455,7 +444,6 @@ class Updates:
             self._serve_or(f"it has not reached version {self._floor} yet")
 
     def drain(self) -> None:
-        """Admits no more requests, until :meth:`undrain`; those inside go on."""
         self._drains = True
         if self._gate.state is ReplicaState.SERVING:
             self.set_state(ReplicaState.DRAINING)

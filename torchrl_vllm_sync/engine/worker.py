@@ -1,8 +1,8 @@
 """Methods that this library adds to every vLLM worker, called by ``collective_rpc``.
 
-Importing it registers the receiver with vLLM, which mixes the class into its worker class. Names
-carry a prefix, because one that collides with the worker's own fails an assertion. Failures are
-returned as data: an exception that crosses ``collective_rpc`` loses its type.
+VLLM mixes the class into its worker class. Names carry a prefix, because one that collides with the
+worker's own fails an assertion. Failures are returned as data: an exception that crosses
+``collective_rpc`` loses its type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from torchrl_vllm_sync.checks import in_thread
-from torchrl_vllm_sync.engine import receiver as receiver_module
 from torchrl_vllm_sync.engine.args import STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
@@ -74,7 +73,6 @@ class PeerCopy:
             file.writelines(piece.cpu().numpy().data for piece in self._pieces(index))
 
     def take(self, index: int, source: bytes | str) -> None:
-        """Overwrites one chunk."""
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         pieces = list(self._pieces(index))
         sizes = [piece.numel() for piece in pieces]
@@ -130,9 +128,6 @@ def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict
     return answer
 
 
-receiver_module.register()
-
-
 class SyncWorkerExtension:
     """Methods of a vLLM worker with which its replica's actor replaces and reads weights.
 
@@ -170,13 +165,8 @@ class SyncWorkerExtension:
         """VLLM sets it as soon as the weights are loaded, and then sizes the KV cache."""
         is_first, self._sync_engine = self._sync_engine is None, engine
         arena = engine.arena if isinstance(engine, BroadcastReceiver) else None
-        if is_first and arena is not None:
-            self._sync_watch_steps()
-            if engine.device.type == "cuda":
-                # The weights, which vLLM has counted, are in the arena, which it counts as well.
-                self.model_runner.model_memory_usage -= arena.num_bytes
-
-    def _sync_watch_steps(self) -> None:
+        if not is_first or arena is None:
+            return
         execute = self.execute_model
 
         def watched(step: Any, *args: Any) -> Any:
@@ -184,6 +174,9 @@ class SyncWorkerExtension:
             return execute(step, *args)
 
         self.execute_model = watched
+        if engine.device.type == "cuda":
+            # The weights, which vLLM has counted, are in the arena, which it counts as well.
+            self.model_runner.model_memory_usage -= arena.num_bytes
 
     def _sync_computed(self) -> dict[str, int]:
         """Returns of how many tokens there are keys, for each request of the last step."""
@@ -212,7 +205,6 @@ class SyncWorkerExtension:
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer's group; blocks until all have joined."""
         self._sync_receiver().init_transfer_engine(BroadcastInitInfo(**init_info))
 
     @answered
@@ -249,7 +241,6 @@ class SyncWorkerExtension:
         self._sync_staged = in_thread("staged-weights", lambda: answered(stage)(self))
 
     def sync_staged(self) -> dict[str, Any] | None:
-        """Returns the result of :meth:`sync_stage`, or ``None`` while it is under way."""
         return self._sync_staged.result() if self._sync_staged.done() else None
 
     @answered
@@ -304,9 +295,13 @@ class SyncWorkerExtension:
     @answered
     def sync_peer_open(self, token: str, gives: bool) -> dict[str, Any]:
         """Prepares to give this worker's tensors to a peer, or to take a peer's."""
-        rank = self._sync_receiver().rank_in_replica
-        self._sync_peer_file = str(PEER_DIRECTORY / f"{PEER_PREFIX}{token}-{rank}")
-        if reason := self._sync_uncopyable(gives):
+        receiver = self._sync_receiver()
+        name = f"{PEER_PREFIX}{token}-{receiver.rank_in_replica}"
+        self._sync_peer_file = str(PEER_DIRECTORY / name)
+        # Pushes by a load plan prove that the tensors are all that the model computes with; a
+        # worker without one yet trusts a peer of equal settings.
+        unproven = receiver.path_reason if gives and receiver.path != "plan" else ""
+        if reason := why_not_a_plan(self.vllm_config) or unproven:
             raise TransferError(f"weights cannot be copied as they are: {reason}")
         self._sync_peer = PeerCopy(self._sync_model())
         return {"layout": self._sync_peer.layout, "num_chunks": self._sync_peer.num_chunks}
@@ -335,12 +330,10 @@ class SyncWorkerExtension:
 
     @answered
     def sync_plan_audit(self, metadata: list[list[Any]]) -> dict[str, Any]:
-        """Returns which slices of the trainer's tensors this worker computes with."""
         return {"slices": self._sync_receiver().plan_audit(from_json(metadata))}
 
     @answered
     def sync_audit(self, digest: str) -> dict[str, Any]:
-        """Returns checksums of those slices."""
         return {"checksums": checksums(self._sync_receiver().audited(digest))}
 
     @answered
@@ -349,13 +342,6 @@ class SyncWorkerExtension:
         receiver = self._sync_receiver()
         is_asked = receiver.rank_in_replica == rank
         return {"values": chunk_of(receiver.audited(digest)[at], chunk) if is_asked else b""}
-
-    def _sync_uncopyable(self, gives: bool) -> str:
-        """Why the tensors are not all that the model computes with; empty if they are."""
-        # Pushes by a load plan prove it; a worker without one yet trusts a peer of equal settings.
-        receiver = self._sync_receiver()
-        unproven = gives and receiver.path != "plan"
-        return why_not_a_plan(self.vllm_config) or (receiver.path_reason if unproven else "")
 
     def _sync_receiver(self) -> BroadcastReceiver:
         receiver = self.weight_transfer_engine
@@ -406,7 +392,6 @@ class SyncWorkerExtension:
 
     @answered
     def native_init(self, init_info: dict[str, Any]) -> None:
-        """Initialises the transfer engine; for most that is the rendezvous with the trainer."""
         self._native_refuse_open("initialising")
         engine = self._native_engine()
         self._native_ready = False
@@ -441,16 +426,11 @@ class SyncWorkerExtension:
         engine = self._native_engine()
         self._native_parts = 0
         if not isinstance(engine, BroadcastReceiver):
-            try:
-                with set_current_vllm_config(self.vllm_config):
-                    self.start_weight_update()
-            except BaseException:
-                self._native_abandon()
-                raise
+            with set_current_vllm_config(self.vllm_config):
+                self.start_weight_update()
 
     @answered
     def native_update(self, update_info: dict[str, Any] | list[Any]) -> None:
-        """Receives one part of an update, or all of it."""
         engine = self._native_engine()
         parts = self._native_open_parts()
         self._sync_touched = parts > 0
@@ -465,7 +445,7 @@ class SyncWorkerExtension:
         if isinstance(engine, BroadcastReceiver):
             deadline = engine.await_weights(parsed)
             self._sync_touched = True
-            engine.receive(deadline, num_passes=parsed.num_passes, direct=parsed.direct)
+            engine.receive(deadline)
         else:
             self._sync_touched = True
             with set_current_vllm_config(self.vllm_config):
