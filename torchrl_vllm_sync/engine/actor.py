@@ -22,8 +22,7 @@ from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
 from torchrl_vllm_sync.engine.args import own_processes
-from torchrl_vllm_sync.engine.arrivals import Arrivals
-from torchrl_vllm_sync.engine.native import NativeCalls
+from torchrl_vllm_sync.engine.arrivals import Arrivals, NativeCalls
 from torchrl_vllm_sync.engine.plan import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
@@ -79,10 +78,6 @@ class EngineHealth:
         self._blocking: list[Deadline] = []
         self._watch: asyncio.Task[None] | None = None
 
-    @property
-    def answer_age_s(self) -> float:
-        return self._clock() - self._answered_at
-
     def start(self) -> None:
         async def look_again() -> None:
             while self.look():  # noqa: ASYNC110  silence raises no event
@@ -113,7 +108,7 @@ class EngineHealth:
         """Checks once: asks if it is time to, and marks the replica if an answer is overdue."""
         if not self._gate.is_over:
             if not (reason := self._failure()):
-                is_time = self.answer_age_s >= self._beat_s and not self._is_excused
+                is_time = self._clock() - self._answered_at >= self._beat_s and not self._is_excused
                 if self._question is None and is_time:
                     self._question = asyncio.ensure_future(internals.ask_health(self._engine))
                 return True
@@ -262,7 +257,7 @@ class EngineActor:
             vocab_size=model.get_vocab_size(),
             block_size=cache.block_size,
             num_kv_blocks=cache.num_gpu_blocks,
-            vllm_version=str(internals.installed_vllm()),
+            vllm_version=str(internals.INSTALLED_VLLM),
             device_type=current_platform.device_type,
             num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),

@@ -1,4 +1,4 @@
-"""Loads of a version into one engine: by broadcast, from a snapshot, or from another replica."""
+"""What brings weights to one engine: the library's transports, or vLLM's own calls, in turn."""
 
 from __future__ import annotations
 
@@ -6,24 +6,42 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import sys
 import time
 import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
+from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.checks import Deadline, first_few
-from torchrl_vllm_sync.engine.updates import Replies, Updates, Watchdog, path_of, raise_failures
-from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
-from torchrl_vllm_sync.replica import LoadReport
+from torchrl_vllm_sync import errors
+from torchrl_vllm_sync.checks import Deadline, check_seconds, first_few
+from torchrl_vllm_sync.engine.args import payload_of
+from torchrl_vllm_sync.engine.updates import (
+    SHORT_TIMEOUT_S,
+    Pause,
+    Replies,
+    Updates,
+    Watchdog,
+    path_of,
+    raise_failures,
+)
+from torchrl_vllm_sync.replica import LoadReport, ReplicaState
+from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
 from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
+from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torchrl_vllm_sync.engine.answers import AdmissionGate
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +56,13 @@ LEAVE_TIMEOUT_S = 10.0
 COPY_TIMEOUT_S = 60.0
 # Seconds after which an offer of which nothing is taken ends: it must not keep updates out.
 OFFER_TIMEOUT_S = 15.0
+# Seconds for a call by default.
+TIMEOUT_S = 300.0
+# Seconds without a call after which the process that drives an update counts as gone.
+IDLE_TIMEOUT_S = 300.0
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+# What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
+WORKERS_ANSWERED = (errors.TransferError, errors.TransferNotReadyError, errors.WeightMismatchError)
 
 
 class Arrivals:
@@ -118,7 +143,7 @@ class Arrivals:
                 began_at = min(one["began_at"] for one in answers)
                 return {"stage_s": time.monotonic() - begin, "ready_s": began_at - begin}
             await asyncio.sleep(STAGED_POLL_S)
-        raise TransferError(f"staging took longer than {limit_s:.3g} s")
+        raise errors.TransferError(f"staging took longer than {limit_s:.3g} s")
 
     # ---- Written by a trainer on this host into the workers' spare memory
 
@@ -175,7 +200,7 @@ class Arrivals:
         self._require_offer(token)
         if self._updates.num_waiting:
             await self.withdraw_weights(token)
-            raise TransferError("an update came in between, which brings newer weights")
+            raise errors.TransferError("an update came in between, which brings newer weights")
         self._watchdog.start(OFFER_TIMEOUT_S)
         return [one["source"] for one in await self._copying("sync_peer_give", index, by_value)]
 
@@ -193,7 +218,7 @@ class Arrivals:
 
     def _require_offer(self, token: str) -> None:
         if token != self._token:
-            raise TransferError("the offer does not stand any more")
+            raise errors.TransferError("the offer does not stand any more")
 
     async def take_weights(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
         """Takes the offered weights, unless this replica holds them by now."""
@@ -206,7 +231,7 @@ class Arrivals:
             own = await self._copying("sync_peer_open", offer["token"], False)
             try:
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
-                    raise TransferError("the two replicas' tensors are not alike")
+                    raise errors.TransferError("the two replicas' tensors are not alike")
                 return await updates.apply(
                     lambda _: self._copy(offer, deadline), version, run_id, deadline.left_s
                 )
@@ -289,7 +314,7 @@ class Arrivals:
             try:
                 if snapshot is None:
                     if updates.version < at_least or not updates.whole:
-                        raise SnapshotError(
+                        raise errors.SnapshotError(
                             f"{directory} holds no version {at_least} or later, and replica "
                             f"{updates.replica_id} is at {updates.version}"
                         )
@@ -297,13 +322,13 @@ class Arrivals:
                         updates.refuse_foreign(at_least, run_id)
                     return LoadReport(version=updates.version, loaded=False)
                 if snapshot.version < at_least:
-                    raise SnapshotError(
+                    raise errors.SnapshotError(
                         f"{directory} holds version {snapshot.version}, not yet {at_least}"
                     )
                 if compare:
                     await asyncio.to_thread(self._check_fits, snapshot)
                 if deadline.passed:
-                    raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
+                    raise errors.SyncError(f"reading {directory} took longer than {timeout_s:g} s")
                 data = str(reader.directory / snapshot.manifest.path / DATA_FILE)
                 call = "sync_load_snapshot", data, to_json(snapshot.metadata)
 
@@ -335,7 +360,7 @@ class Arrivals:
             for name, shape in wanted.items()
             if given.get(name) != shape
         ]:
-            raise WeightMismatchError(
+            raise errors.WeightMismatchError(
                 f"version {snapshot.version} does not fit the model of replica "
                 f"{self._updates.replica_id}: {first_few(problems, '; ')}"
             )
@@ -361,7 +386,7 @@ class Arrivals:
                 elif manifest and manifest.version < updates.version:
                     found = manifest.version
                     problem = f"version {found} is older than the replica's {updates.version}"
-            except SyncError as error:
+            except errors.SyncError as error:
                 problem = str(error)
             if problem and problem != told:
                 what = "replica %s cannot follow %s: %s"
@@ -379,3 +404,284 @@ class Arrivals:
         self._stop()
         if self._load is not None:
             await asyncio.wait({self._load})
+
+
+@dataclass(slots=True)
+class _OpenUpdate:
+    limit_s: float  # between calls; of a push, for all of it
+    version: int | None = None  # of a push
+    run_id: str = "vLLM's own calls"
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
+    pause: Pause = field(default_factory=Pause)
+    num_tensors: int = 0
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
+    steps: Any = None  # the generator NativeCalls._run, to which each call of the update is sent
+
+
+class NativeCalls:
+    """Pauses of one engine and its updates, driven from outside: start, any parts, finish."""
+
+    def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
+        self._updates, self._engine, self._gate = updates, engine, gate
+        self._open: _OpenUpdate | None = None
+        self._watchdog = Watchdog(self._give_up_silent)
+
+    def _not_ready(self, why: str) -> errors.TransferNotReadyError:
+        return errors.TransferNotReadyError(f"replica {self._updates.replica_id}: {why}")
+
+    def _refuse_open(self, what: str) -> None:
+        if self._open is not None:
+            raise self._not_ready(
+                f"{what} has to wait: a weight update is open; finish_weight_update, or "
+                "shutdown_weight_transfer_engine, ends it"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, what: str, timeout_s: float = SHORT_TIMEOUT_S) -> AsyncIterator[None]:
+        """Keeps other updates out; refused at once while an update is open."""
+        self._refuse_open(what)
+        async with self._updates.exclusive(timeout_s):
+            yield
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Pauses until :meth:`resume_generation`; vLLM's defaults end requests and drop caches."""
+        check_mode(mode)
+        async with self._turn("pause_generation", timeout_s):
+            call = self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+            await self._hold("pausing", call, timeout_s)
+
+    async def resume_generation(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Ends :meth:`pause_generation`; does nothing to an engine that is not paused."""
+        async with self._turn("resume_generation", timeout_s):
+            if self._updates.asleep:
+                raise self._not_ready("it is asleep: wake_up, not resume_generation, ends it")
+            await self._let_go()
+
+    async def is_paused(self) -> bool:
+        """Returns whether vLLM's scheduler is paused; waits while a transfer blocks the engine."""
+        return await self._updates.ask("asking", self._engine.is_paused(), SHORT_TIMEOUT_S)
+
+    async def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
+        check_mode(mode)
+        if level not in (0, 1, 2):
+            raise errors.UnsupportedArgumentError(f"level must be one of (0, 1, 2), got {level!r}")
+        able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
+        if level > 0 and not able:
+            raise errors.UnsupportedArgumentError(
+                f"sleep(level={level}) needs enable_sleep_mode=True at launch"
+            )
+        async with self._turn("sleep", timeout_s):
+            await self._hold("falling asleep", self._engine.sleep(level, mode), timeout_s)
+            if level > 0:
+                self._updates.asleep = MEMORY_TAGS
+            if level > 1:
+                self._updates.whole = False
+
+    async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:
+        """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""
+        wanted = MEMORY_TAGS if tags is None else frozenset(tags)
+        if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
+            raise errors.UnsupportedArgumentError(
+                f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling', got {unknown}"
+            )
+        async with self._turn("wake_up", timeout_s):
+            left = self._updates.asleep - wanted
+            if not left and not self._updates.whole:
+                raise self._not_ready(
+                    "it has no weights to serve with: wake_up(['weights']), then an update, then "
+                    "wake_up(['kv_cache'])"
+                )
+            await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
+            self._updates.asleep = left
+            if not left:
+                await self._let_go()
+        return not left
+
+    async def _hold(self, what: str, call: Awaitable[None], timeout_s: float) -> None:
+        """Keeps the engine from stepping by ``call``; undone if that fails."""
+        before = self._updates.held
+        if self._gate.state is ReplicaState.SERVING:
+            self._updates.set_state(ReplicaState.UPDATING)
+        self._updates.held = True
+        try:
+            await self._updates.ask(what, call, timeout_s)
+        except BaseException:
+            self._updates.held = before
+            if self._updates.whole:
+                await self._updates.resume()
+            raise
+
+    async def _let_go(self) -> None:
+        if not self._updates.whole:
+            raise self._gate.refusal()
+        self._updates.held = False
+        await self._updates.resume()
+
+    async def init_weight_transfer_engine(
+        self, request: Any, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        info = payload_of(request, "init_info")
+        async with self._turn("init_weight_transfer_engine", timeout_s):
+            ask = self._updates.ask_workers
+            await ask("native_init", info, timeout_s=timeout_s, what="initialising")
+
+    async def use_transfer_engine(self, backend: str | None = None) -> None:
+        async with self._turn("use_transfer_engine"):
+            await self._updates.ask_workers("native_use", backend, what="changing")
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leaves the trainer's group; gives an open update up first."""
+        if self._open is not None:
+            await self._abandon()
+        async with self._updates.exclusive(SHORT_TIMEOUT_S):
+            await self._updates.ask_workers("native_shutdown", what="leaving")
+
+    async def start_weight_update(
+        self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S, **push: Any
+    ) -> None:
+        """Keeps other updates out, and the engine paused; a ``push`` has a version already."""
+        check_seconds("idle_timeout_s", idle_timeout_s)
+        self._refuse_open("start_weight_update")
+        update = _OpenUpdate(timeout_s if push else idle_timeout_s, **push)
+        if update.version is not None:
+            self._updates.refuse_older(update.version)
+            self._updates.refuse_foreign(update.version, update.run_id)
+        update.steps = self._run(update, timeout_s)
+        self._open = update
+        await self._step("start_weight_update")
+
+    async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
+        update, updates = self._require_idle("update_weights"), self._updates
+        info = payload_of(request, "update_info")
+
+        async def receive() -> None:
+            was_whole, updates.whole = updates.whole, False
+            answers = await updates.call_workers("native_update", info, timeout_s=timeout_s)
+            updates.whole = was_whole and all(one["untouched"] for one in answers)
+            raise_failures(updates.replica_id, answers)
+            update.num_tensors += len(info["names"]) if "names" in info else 0
+
+        await self._step("update_weights", receive)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> LoadReport | None:
+        """Ends the update: the engine goes on, unless its user had paused it; reports on a push."""
+        update, updates = self._require_idle("finish_weight_update"), self._updates
+        given = weight_version if update.version is None else update.version
+        label = None if given is None else str(given)
+        version = self._version_of(label)  # one that is refused leaves the update open
+
+        async def finish() -> None:
+            updates.whole = False
+            await updates.ask_workers("native_finish", timeout_s=timeout_s, what="finishing")
+            updates.apart = False
+            await updates.commit(update.pause, version, label, update.run_id)
+
+        await self._step("finish_weight_update", finish)
+        if update.version is None:
+            return None
+        path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
+        return update.pause.report(version, [{"num_tensors": update.num_tensors, **path}])
+
+    async def update_weights_native(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
+        """TorchRL's name for start, update and finish in one call."""
+        await self.start_weight_update(timeout_s=timeout_s)
+        await self.update_weights(request, timeout_s=timeout_s)
+        await self.finish_weight_update(timeout_s=timeout_s)
+
+    async def give_up_update(self, run_id: str) -> None:
+        """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
+        if self._open is not None and self._open.run_id == run_id:
+            await self._abandon()
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Labels weights that are in place; requests in flight freeze, so each token has one."""
+        async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
+            version = self._version_of(str(new_version))
+            if self._updates.whole and self._gate.state is not ReplicaState.STALE:
+                pause = self._updates.paused(SHORT_TIMEOUT_S)
+                await stack.enter_async_context(pause)
+            await self._updates.label(str(new_version))
+            self._gate.switch(version)
+
+    def _version_of(self, label: str | None) -> int:
+        """Returns the policy version of a label; of one that is no integer, the present version."""
+        try:
+            version = self._updates.version if label is None else int(label)
+        except ValueError:
+            return self._updates.version
+        self._updates.refuse_older(version, "weight_version")
+        if version > MAX_VERSION:
+            raise errors.UnsupportedArgumentError(
+                f"weight_version must be at most {MAX_VERSION}, or no integer, got {label}"
+            )
+        return version
+
+    async def _run(
+        self, update: _OpenUpdate, timeout_s: float
+    ) -> AsyncGenerator[None, Callable[[], Awaitable[None]] | None]:
+        """An open update from its start to its end: a step that finishes it, or a failure."""
+        updates = self._updates
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(setattr, self, "_open", None)
+            await stack.enter_async_context(updates.exclusive(timeout_s))
+            updates.require_weights()
+            await updates.ask_workers("native_check", what="checking")
+            pause = updates.paused(timeout_s, update.mode, update.clear_cache)
+            update.pause = await stack.enter_async_context(pause)
+            updates.apart = True
+            try:
+                await updates.ask_workers("native_start", timeout_s=timeout_s, what="starting")
+                if update.version is not None:
+                    update.deadline = Deadline(update.limit_s)
+                while updates.apart:
+                    if take := (yield):
+                        await take()
+            except WORKERS_ANSWERED:
+                # Those that did not are busy: the next update puts their models together.
+                if updates.apart and not self._engine.errored:
+                    await updates.put_together()
+                raise
+
+    def _require_idle(self, what: str) -> _OpenUpdate:
+        if self._open is None:
+            why = "no weight update is open: start_weight_update comes first"
+            raise self._not_ready(f"{what}: {why}")
+        if self._open.steps.ag_running:
+            why = "another call of the weight update is under way"
+            raise self._not_ready(f"{what} has to wait: {why}")
+        return self._open
+
+    async def _step(self, what: str, take: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Takes a step of the open update: a second one meanwhile is refused, a failure ends it."""
+        update = self._require_idle(what)
+        self._watchdog.stop()
+        with contextlib.suppress(StopAsyncIteration):
+            await update.steps.asend(take)
+            self._watchdog.start(min(update.limit_s, update.deadline.left_s))
+
+    async def _abandon(self, reason: str = "") -> None:
+        """Gives the open update up; a replica that had received part of it is stale then."""
+        given_up = errors.TransferError(f"an update was given up half-way{reason}")
+        self._watchdog.stop()
+        try:
+            await self._require_idle("giving up").steps.athrow(given_up)
+        except errors.TransferError as error:
+            if error is not given_up:
+                raise
+
+    async def _give_up_silent(self) -> None:
+        if update := self._open:
+            version, within = update.version, f"{update.limit_s:g} s"
+            late = f"version {version} did not arrive within {within}"
+            reason = f"no call came for {within}" if version is None else late
+            what = "replica %s: a weight update is given up: %s"
+            logger.warning(what, self._updates.replica_id, reason)
+            await self._abandon(f": {reason}")

