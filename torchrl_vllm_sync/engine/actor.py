@@ -56,9 +56,7 @@ BLOCKING_CALL_S = 300.0
 class EngineHealth:
     """Asks an engine for a sign of life periodically, and marks its replica failed when none comes.
 
-    It goes to every worker, through the loop in which an engine core steps. Calls that block the
-    engine by design are excused: updates (``is_updating``), which have limits of their own, and
-    :meth:`blocking`.
+    Calls that block it by design are excused: updates, which have limits, and :meth:`blocking`.
     """
 
     def __init__(
@@ -208,11 +206,7 @@ class EngineActor:
         check_can_be_filled(self._engine_args.create_model_config())
         config = self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         internals.pack_on_the_way(config)
-        self.engine = AsyncLLM.from_vllm_config(
-            config,
-            stat_loggers=[self._stats],
-            disable_log_stats=self._engine_args.disable_log_stats,
-        )
+        self.engine = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stats])
         internals.unpack_on_arrival(self.engine)
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal"):
             if refusal:

@@ -20,12 +20,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED, SampleState
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
-from torchrl_vllm_sync.requests.messages import (
-    BegunAnswer,
-    EngineRequest,
-    EngineResult,
-    SampleReport,
-)
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
 from torchrl_vllm_sync.versions import VersionSpan, slice_spans, spans_from_starts
 
@@ -35,6 +30,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torchrl_vllm_sync.requests.messages import BegunAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -190,10 +187,7 @@ class AdmissionGate:
         state.deliver_to(running)
 
     def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
-        """Notes that ``version`` samples from now on: all that was sampled before is settled.
-
-        But for the last step of an engine that is not paused: ``computed`` says how far it came.
-        """
+        """Notes that ``version`` samples from now on, bar a last step that ``computed`` shows."""
         self.version = version
         for request in self.running.values():
             if request.sample is not None:
@@ -418,7 +412,6 @@ class Batch:
         del self._gate.running[running.engine_id], running.answer.running[running.engine_id]
 
     def _drop(self, answer: Answer) -> None:
-        """Has nothing of a request run on in the engine."""
         self._unwanted += answer.running
         for running in [*answer.running.values()]:
             self._leave(running)

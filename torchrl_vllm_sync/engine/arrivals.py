@@ -19,15 +19,7 @@ from vllm.platforms import current_platform
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, check_seconds, first_few
 from torchrl_vllm_sync.engine.args import payload_of
-from torchrl_vllm_sync.engine.updates import (
-    SHORT_TIMEOUT_S,
-    Pause,
-    Replies,
-    Updates,
-    Watchdog,
-    path_of,
-    raise_failures,
-)
+from torchrl_vllm_sync.engine.updates import SHORT_TIMEOUT_S, Pause, Replies, Updates, path_of
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
@@ -38,10 +30,6 @@ from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from torchrl_vllm_sync.engine.answers import AdmissionGate
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +53,31 @@ MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 WORKERS_ANSWERED = (errors.TransferError, errors.TransferNotReadyError, errors.WeightMismatchError)
 
 
+class Watchdog:
+    """Calls ``give_up`` when it was started and neither stopped nor started again in time."""
+
+    def __init__(self, give_up: Callable[[], Awaitable[None]]) -> None:
+        self._give_up = give_up
+        self._waiting: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.Task[None] | None = None
+
+    def start(self, limit_s: float) -> None:
+        self.stop()
+        self._waiting = asyncio.create_task(self._give_up_after(limit_s))
+
+    def stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _give_up_after(self, limit_s: float) -> None:
+        await asyncio.sleep(limit_s)
+        self._giving_up, self._waiting = self._waiting, None  # which nobody cancels any more
+        try:
+            await self._give_up()
+        except errors.SyncError as error:  # nothing awaits this task
+            logger.warning("%s", error)
+
+
 class Arrivals:
     """Brings versions to one engine, and shows or gives away what it holds."""
 
@@ -79,9 +92,15 @@ class Arrivals:
         self._reader = functools.cache(SnapshotReader)
         self._source: dict[str, Any] | None = None
 
-    async def _ask(self, what: str, method: str, *args: Any, timeout_s: float) -> Replies:
-        async with self._updates.exclusive(timeout_s):
-            return await self._updates.ask_workers(method, *args, timeout_s=timeout_s, what=what)
+    async def _ask(
+        self, what: str, method: str, *args: Any, timeout_s: float, whole: bool = False
+    ) -> Replies:
+        updates = self._updates
+        async with updates.exclusive(timeout_s) as deadline:
+            if whole:
+                updates.require_weights()
+                updates.require_whole()
+            return await updates.ask_workers(method, *args, timeout_s=deadline.left_s, what=what)
 
     # ---- By broadcast
 
@@ -139,7 +158,7 @@ class Arrivals:
         while not deadline.passed:
             answers = await updates.call_workers("sync_staged", timeout_s=deadline.left_s)
             if all(answers):
-                raise_failures(updates.replica_id, answers)
+                updates.raise_failures(answers)
                 began_at = min(one["began_at"] for one in answers)
                 return {"stage_s": time.monotonic() - begin, "ready_s": began_at - begin}
             await asyncio.sleep(STAGED_POLL_S)
@@ -262,29 +281,20 @@ class Arrivals:
     # ---- For a trainer that compares what this engine computes with to its own
 
     async def plan_audit(self, metadata: list[Any], *, timeout_s: float) -> list[Any]:
-        """Returns, of each worker, which slices of such tensors it holds."""
-        answers = await self._compare("sync_plan_audit", metadata, timeout_s=timeout_s)
-        return [one["slices"] for one in answers]
+        call = "comparing", "sync_plan_audit", metadata
+        return [one["slices"] for one in await self._ask(*call, timeout_s=timeout_s, whole=True)]
 
     async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
-        answers = await self._compare("sync_audit", digest, timeout_s=timeout_s)
-        checksums = [one["checksums"] for one in answers]
-        return {"version": self._updates.version, "workers": checksums}
+        call = "comparing", "sync_audit", digest
+        answers = await self._ask(*call, timeout_s=timeout_s, whole=True)
+        return {"version": self._updates.version, "workers": [one["checksums"] for one in answers]}
 
     async def audit_values(
         self, digest: str, rank: int, at: int, chunk: int, *, timeout_s: float
     ) -> bytes:
-        args = digest, rank, at, chunk
-        answers = await self._compare("sync_audit_values", *args, timeout_s=timeout_s)
+        call = "comparing", "sync_audit_values", digest, rank, at, chunk
+        answers = await self._ask(*call, timeout_s=timeout_s, whole=True)
         return answers[rank]["values"]
-
-    async def _compare(self, method: str, *args: Any, timeout_s: float) -> Replies:
-        updates = self._updates
-        async with updates.exclusive(timeout_s) as deadline:
-            updates.require_weights()
-            updates.require_whole()
-            limit_s = deadline.left_s
-            return await updates.ask_workers(method, *args, timeout_s=limit_s, what="comparing")
 
     # ---- From a snapshot
 
@@ -314,17 +324,15 @@ class Arrivals:
             try:
                 if snapshot is None:
                     if updates.version < at_least or not updates.whole:
-                        raise errors.SnapshotError(
-                            f"{directory} holds no version {at_least} or later, and replica "
-                            f"{updates.replica_id} is at {updates.version}"
-                        )
+                        held = f"replica {updates.replica_id} is at {updates.version}"
+                        none = f"{directory} holds no version {at_least} or later"
+                        raise errors.SnapshotError(f"{none}, and {held}")
                     if at_least:
                         updates.refuse_foreign(at_least, run_id)
                     return LoadReport(version=updates.version, loaded=False)
                 if snapshot.version < at_least:
-                    raise errors.SnapshotError(
-                        f"{directory} holds version {snapshot.version}, not yet {at_least}"
-                    )
+                    held = f"{directory} holds version {snapshot.version}"
+                    raise errors.SnapshotError(f"{held}, not yet {at_least}")
                 if compare:
                     await asyncio.to_thread(self._check_fits, snapshot)
                 if deadline.passed:
@@ -360,10 +368,9 @@ class Arrivals:
             for name, shape in wanted.items()
             if given.get(name) != shape
         ]:
-            raise errors.WeightMismatchError(
-                f"version {snapshot.version} does not fit the model of replica "
-                f"{self._updates.replica_id}: {first_few(problems, '; ')}"
-            )
+            model = f"the model of replica {self._updates.replica_id}"
+            what = f"version {snapshot.version} does not fit {model}"
+            raise errors.WeightMismatchError(f"{what}: {first_few(problems, '; ')}")
 
     def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
         """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
@@ -422,7 +429,7 @@ class _OpenUpdate:
 class NativeCalls:
     """Pauses of one engine and its updates, driven from outside: start, any parts, finish."""
 
-    def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
+    def __init__(self, updates: Updates, engine: Any, gate: Any) -> None:
         self._updates, self._engine, self._gate = updates, engine, gate
         self._open: _OpenUpdate | None = None
         self._watchdog = Watchdog(self._give_up_silent)
@@ -473,9 +480,8 @@ class NativeCalls:
             raise errors.UnsupportedArgumentError(f"level must be one of (0, 1, 2), got {level!r}")
         able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
         if level > 0 and not able:
-            raise errors.UnsupportedArgumentError(
-                f"sleep(level={level}) needs enable_sleep_mode=True at launch"
-            )
+            needs = "needs enable_sleep_mode=True at launch"
+            raise errors.UnsupportedArgumentError(f"sleep(level={level}) {needs}")
         async with self._turn("sleep", timeout_s):
             await self._hold("falling asleep", self._engine.sleep(level, mode), timeout_s)
             if level > 0:
@@ -487,9 +493,8 @@ class NativeCalls:
         """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""
         wanted = MEMORY_TAGS if tags is None else frozenset(tags)
         if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
-            raise errors.UnsupportedArgumentError(
-                f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling', got {unknown}"
-            )
+            rule = f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling'"
+            raise errors.UnsupportedArgumentError(f"{rule}, got {unknown}")
         async with self._turn("wake_up", timeout_s):
             left = self._updates.asleep - wanted
             if not left and not self._updates.whole:
@@ -564,7 +569,7 @@ class NativeCalls:
             was_whole, updates.whole = updates.whole, False
             answers = await updates.call_workers("native_update", info, timeout_s=timeout_s)
             updates.whole = was_whole and all(one["untouched"] for one in answers)
-            raise_failures(updates.replica_id, answers)
+            updates.raise_failures(answers)
             update.num_tensors += len(info["names"]) if "names" in info else 0
 
         await self._step("update_weights", receive)
@@ -606,8 +611,7 @@ class NativeCalls:
         async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
             version = self._version_of(str(new_version))
             if self._updates.whole and self._gate.state is not ReplicaState.STALE:
-                pause = self._updates.paused(SHORT_TIMEOUT_S)
-                await stack.enter_async_context(pause)
+                await stack.enter_async_context(self._updates.paused(SHORT_TIMEOUT_S))
             await self._updates.label(str(new_version))
             self._gate.switch(version)
 
@@ -619,9 +623,8 @@ class NativeCalls:
             return self._updates.version
         self._updates.refuse_older(version, "weight_version")
         if version > MAX_VERSION:
-            raise errors.UnsupportedArgumentError(
-                f"weight_version must be at most {MAX_VERSION}, or no integer, got {label}"
-            )
+            rule = f"weight_version must be at most {MAX_VERSION}, or no integer"
+            raise errors.UnsupportedArgumentError(f"{rule}, got {label}")
         return version
 
     async def _run(

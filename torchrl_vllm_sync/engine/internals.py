@@ -1,6 +1,8 @@
 """Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each.
 
-``tests/unit/test_resumption.py`` names those that continue an answer.
+``tests/unit/test_resumption.py`` names those that continue an answer. Log-probabilities of a step
+travel from the engine core as three arrays, not as three a row, which is most of what they cost
+(``benchmarks/packed_logprobs.py``; ``vllm/v1/core/sched/scheduler.py``, ``v1/engine/logprobs.py``).
 """
 
 from __future__ import annotations
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from torchrl_vllm_sync.requests.messages import BegunAnswer
-    from torchrl_vllm_sync.versions import VersionSpan
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
@@ -181,16 +180,12 @@ def pack_on_the_way(config: VllmConfig) -> None:
 
 
 def unpack_on_arrival(engine: AsyncLLM) -> None:
-    """Unpacks what the engine core sends before ``engine`` looks at it.
-
-    vLLM's reader takes what has arrived without letting others run; an engine core that is faster
-    than it would keep updates, and whatever else the process is asked, out for as long as it runs.
-    """
+    """Unpacks what the engine core sends before ``engine`` looks at it."""
     client: Any = engine.engine_core
     get = client.get_output_async
 
     async def get_unpacked() -> Any:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # a fast core would else keep all others, updates too, from running
         outputs = await get()
         unpack(outputs.outputs, engine.output_processor.request_states)
         return outputs
@@ -210,11 +205,9 @@ async def call_workers(
 
 
 def knows_its_steps(engine: AsyncLLM) -> bool:
-    """Whether it is known which tokens come of steps that workers began before a call.
-
-    The core takes a call up between two steps, and all workers come to it behind the steps that it
-    has begun, of which one at most (async scheduling) has not shown its tokens yet.
-    """
+    """Whether it is known which tokens come of steps that workers began before a call."""
+    # All workers come to a call behind the steps that the core has begun, of which one at most
+    # (async scheduling) has not shown its tokens yet.
     config: Any = engine.vllm_config
     parallel, model = config.parallel_config, config.model_config
     return (
@@ -231,11 +224,9 @@ def knows_its_steps(engine: AsyncLLM) -> bool:
 
 
 class _Reply(list[Any]):
-    """The answer to a call, and its place among the engine's outputs.
+    """The future of a call, which vLLM sets when it has read the answer; and outputs of a step.
 
-    vLLM sets the future of a call when it has read the answer, and takes outputs up later, in a
-    task. This stands for the future, and then in the task's queue for the outputs of a step: there
-    are none, and ``take`` is called when the task asks.
+    As those it waits in the queue of the task that takes outputs up, and calls ``take`` when asked.
     """
 
     def __init__(self, queue: asyncio.Queue[Any], take: Callable[[list[Any]], object]) -> None:
@@ -326,7 +317,7 @@ class SampleState:
         """Has vLLM call ``taker.put``, which must not fail or use the engine, with all outputs."""
         self._state.queue = taker
 
-    def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
+    def resume(self, begun: Any, params: SamplingParams) -> None:
         """Makes the answer begin with another replica's tokens, which end the prompt until now."""
         state, tokens = self._state, list(begun.token_ids)
         whole = copy.copy(self._request)
@@ -369,7 +360,7 @@ def label_of(version: int) -> str:
     return str(version) if version else UNLABELLED
 
 
-def relabel(completion: CompletionOutput, spans: Sequence[VersionSpan]) -> None:
+def relabel(completion: CompletionOutput, spans: Sequence[Any]) -> None:
     """Has vLLM's spans of a finished sample say what ``spans`` do."""
     if label_spans(completion):
         kind = type(completion.weight_versions[0])  # pyright: ignore[reportOptionalSubscript]

@@ -23,10 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader import reload
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import first_few
@@ -37,8 +34,6 @@ from torchrl_vllm_sync.weights.module import storage_key, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from vllm.config import ModelConfig, VllmConfig
 
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
 # single elements of a large tensor needs more.
@@ -120,16 +115,12 @@ class LoadPlan:
         )
 
 
-# Quantised by the loader that reads files, not by the layers.
-_QUANTISED_BY_LOADER = ("bitsandbytes", "gguf")
-
-
-def check_can_be_filled(model_config: ModelConfig) -> None:
+def check_can_be_filled(model_config: Any) -> None:
     """Refuses models whose layers need packed integers and scales, which no trainer holds."""
     quantization = model_config.quantization
     if getattr(model_config.hf_config, "quantization_config", None) is not None:
         how = f"a checkpoint that is quantised already ({quantization})"
-    elif quantization in _QUANTISED_BY_LOADER:
+    elif quantization in ("bitsandbytes", "gguf"):
         how = f"quantization={quantization!r}, which happens while files are read"
     else:
         return
@@ -140,7 +131,7 @@ def check_can_be_filled(model_config: ModelConfig) -> None:
     )
 
 
-def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
+def checkpoint_metadata(model_config: Any) -> list[ParamMeta]:
     """Returns the tensors of the model's checkpoint, as published, in the engine's dtype."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -149,39 +140,33 @@ def checkpoint_metadata(model_config: ModelConfig) -> list[ParamMeta]:
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name in model.all_tied_weights_keys:
         tensors.pop(name, None)
-    dtype: Any = model_config.dtype
+    dtype = model_config.dtype
     return [
         ParamMeta(name, dtype if one.is_floating_point() else one.dtype, tuple(one.shape))
         for name, one in revert_weight_conversion(model, tensors).items()
     ]
 
 
-# Every fp8 model has them, with defaults (``vllm/model_executor/layers/quantization/kv_cache.py``).
-_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
-
-
 @torch.no_grad()
 def reload_model(
-    model: torch.nn.Module, vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]
+    model: torch.nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> int:
     """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
     taken = itertools.count()
     with set_current_vllm_config(vllm_config):
-        initialize_layerwise_reload(model)
+        reload.initialize_layerwise_reload(model)
         expected = _loadable_names(model)
         try:
             counted = (one for one, _ in zip(weights, taken, strict=False))
             loaded = model.load_weights(counted)  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
         finally:
             # An interrupted reload that is not finalised corrupts even a complete next one.
-            finalize_layerwise_reload(model, vllm_config.model_config)
+            reload.finalize_layerwise_reload(model, vllm_config.model_config)
         repack_cpu(model)
     missing = set() if loaded is None else expected - _resolved(loaded, expected)
     if missing:
-        raise WeightMismatchError(
-            f"{len(missing)} of {len(expected)} parameters received no weights: "
-            + first_few(sorted(missing))
-        )
+        count = f"{len(missing)} of {len(expected)} parameters received no weights"
+        raise WeightMismatchError(f"{count}: {first_few(sorted(missing))}")
     return next(taken)
 
 
@@ -193,7 +178,8 @@ def _loadable_names(model: torch.nn.Module) -> set[str]:
         if is_tied and isinstance(module, ParallelLMHead):
             names.discard(f"{name}.weight")
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            names -= {f"{name}.{scale}" for scale in _CACHE_SCALES}
+            # Every fp8 model has them, with defaults.
+            names -= {f"{name}.{of}_scale" for of in ("q", "k", "v", "prob")}
     return names
 
 
@@ -208,10 +194,7 @@ def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
 
 
 def repack_cpu(model: torch.nn.Module) -> None:
-    """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend (0.26 to 0.32).
-
-    That of a tied ``ParallelLMHead``'s copy of the embedding, and of unquantised experts.
-    """
+    """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend (0.26 to 0.32)."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():

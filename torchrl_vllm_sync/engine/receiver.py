@@ -43,9 +43,6 @@ from torchrl_vllm_sync.weights.p2p.memory import WeightArena
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from vllm.config import VllmConfig
-    from vllm.config.weight_transfer import WeightTransferConfig
-
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
 # thread that launches the engine's kernels.
 ARRIVAL_POLL_S = 1e-3
@@ -80,9 +77,8 @@ def repacks() -> bool:
     return current_platform.is_cpu() and _custom_ops._supports_onednn
 
 
-def why_not_a_plan(vllm_config: VllmConfig) -> str:
+def why_not_a_plan(config: Any) -> str:
     """Returns which settings change or move weights after ``load_weights``; empty allows a plan."""
-    config: Any = vllm_config
     reasons = {
         "vLLM's CPU backend repacks weights after loading": repacks(),
         f"the model is quantised ({config.model_config.quantization})": (
@@ -102,7 +98,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     update_info_cls = BroadcastUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: WeightTransferConfig, *made_of: Any) -> None:
+    def __init__(self, config: Any, *made_of: Any) -> None:
         super().__init__(config, *made_of)
         self._group: BroadcastGroup | None = None
         self._group_id = 0
@@ -238,14 +234,12 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
 
     def require_staging(self) -> None:
         if not self._can_stage:
-            no_memory = "this engine was launched without memory for staged weights"
-            raise TransferError(
-                self.staging_refusal or f"{no_memory}: launch it with stage_weights=True"
-            )
+            launched = "this engine was launched without memory for staged weights"
+            why = self.staging_refusal or f"{launched}: launch it with stage_weights=True"
+            raise TransferError(why)
         if self._staged_plan is None and self.device.type != "cpu":
-            raise TransferError(
-                f"staged weights need a load plan, which this model has not: {self.path_reason}"
-            )
+            needed = "staged weights need a load plan, which this model has not"
+            raise TransferError(f"{needed}: {self.path_reason}")
 
     @torch.no_grad()
     def install_staged(self) -> None:
@@ -263,7 +257,6 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     # ---- Writes from outside
 
     def plan_writes(self, metadata: Sequence[ParamMeta]) -> dict[str, Any]:
-        """Returns where in the arena the tensors of coming pushes go."""
         if metadata_digest(metadata) != self.digest:  # else a broadcast goes on with its buckets
             self.prepare(metadata, buckets.DEFAULT_BUCKET_BYTES)
         arena, plan = self.arena, self._planned
@@ -309,7 +302,6 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     # ---- Audits
 
     def plan_audit(self, metadata: Sequence[ParamMeta]) -> list[list[Any]]:
-        """Returns which slices of such tensors this worker computes with."""
         if self.vllm_config.model_config.is_moe and not self._agrees:
             raise PlanNotPossibleError(
                 "experts may be laid out anew after loading; whether they are is known after a "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
     from torchrl_vllm_sync.weights.transport import PauseMode
 
-logger = logging.getLogger(__name__)
-
 Replies = list[dict[str, Any]]  # the answers of all workers, by rank
 Load = Callable[[float], Awaitable[Replies]]  # has them load within so many seconds
 
@@ -44,46 +41,10 @@ PUSH_SILENCE_S = 30.0
 TORN_SILENCE_S = 7.5
 
 
-def raise_failures(replica_id: str, answers: Replies) -> None:
-    """Raises for the workers that failed, with this library's error type if they share one."""
-    failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
-    if not failed:
-        return
-    kinds = {one["error_type"] for one in failed.values()} & set(errors.__all__)
-    kind = getattr(errors, kinds.pop()) if len(kinds) == 1 else errors.TransferError
-    reasons = (f"worker {rank}: {one['error']}" for rank, one in failed.items())
-    raise kind(f"replica {replica_id}: " + "; ".join(reasons))
-
-
 def path_of(answers: Replies) -> dict[str, str]:
     """How the workers' weights get into the model, and why not by a plan."""
     why = next((one["path_reason"] for one in answers if one["path_reason"]), "")
     return {"path": " and ".join(sorted({one["path"] for one in answers})), "path_reason": why}
-
-
-class Watchdog:
-    """Calls ``give_up`` when it was started and neither stopped nor started again in time."""
-
-    def __init__(self, give_up: Callable[[], Awaitable[None]]) -> None:
-        self._give_up = give_up
-        self._waiting: asyncio.Task[None] | None = None
-        self._giving_up: asyncio.Task[None] | None = None
-
-    def start(self, limit_s: float) -> None:
-        self.stop()
-        self._waiting = asyncio.create_task(self._give_up_after(limit_s))
-
-    def stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-
-    async def _give_up_after(self, limit_s: float) -> None:
-        await asyncio.sleep(limit_s)
-        self._giving_up, self._waiting = self._waiting, None  # which nobody cancels any more
-        try:
-            await self._give_up()
-        except errors.SyncError as error:  # nothing awaits this task
-            logger.warning("%s", error)
 
 
 @dataclass(slots=True)
@@ -106,7 +67,6 @@ class Pause:
         before = load.get("verify_s", 0.0) + load.get("stage_s", 0.0)
         return LoadReport(
             version=version,
-            loaded=True,
             pause_s=self.reached - self.begun,
             load_s=self.loaded - self.reached,
             resume_s=self.begun + whole_pause_s - self.loaded,
@@ -185,10 +145,8 @@ class Updates:
 
     def refuse_older(self, version: int, what: str = "version") -> None:
         if version < self.version:
-            raise errors.StaleVersionError(
-                f"{what} must be at least {self.version}, which replica {self.replica_id} "
-                f"holds, got {version}"
-            )
+            held = f"{self.version}, which replica {self.replica_id} holds"
+            raise errors.StaleVersionError(f"{what} must be at least {held}, got {version}")
 
     def refuse_foreign(self, version: int, run_id: str | None) -> None:
         """Refuses a version that another run's has overtaken or equals."""
@@ -201,9 +159,8 @@ class Updates:
 
     def require_weights(self) -> None:
         if "weights" in self.asleep:
-            raise errors.TransferNotReadyError(
-                f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
-            )
+            asleep = f"the weights of replica {self.replica_id} are asleep"
+            raise errors.TransferNotReadyError(f"{asleep}: wake_up(['weights']) first")
 
     def require_whole(self) -> None:
         if not self.whole:
@@ -233,6 +190,15 @@ class Updates:
         finally:
             self._lock.release()
 
+    def raise_failures(self, answers: Replies) -> None:
+        """Raises for the workers that failed, with this library's error type if they share one."""
+        failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
+        if failed:
+            kinds = {one["error_type"] for one in failed.values()} & set(errors.__all__)
+            kind = getattr(errors, kinds.pop()) if len(kinds) == 1 else errors.TransferError
+            reasons = (f"worker {rank}: {one['error']}" for rank, one in failed.items())
+            raise kind(f"replica {self.replica_id}: " + "; ".join(reasons))
+
     async def call_workers(
         self, method: str, *args: Any, timeout_s: float, what: str = "loading"
     ) -> list[Any]:
@@ -242,7 +208,7 @@ class Updates:
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
     ) -> Replies:
         answers = await self.call_workers(method, *args, timeout_s=timeout_s, what=what)
-        raise_failures(self.replica_id, answers)
+        self.raise_failures(answers)
         return answers
 
     async def probe_workers(self) -> None:
@@ -292,10 +258,7 @@ class Updates:
     async def swap(
         self, method: str, *args: Any, version: int, run_id: str | None, timeout_s: float
     ) -> LoadReport:
-        """Has the workers load between two steps of an engine that goes on, by a call of each.
-
-        They say in ``computed`` how far the step before came.
-        """
+        """Has the workers load between two steps; ``computed`` says how far the one before came."""
         self.require_weights()
         unstarted: list[RunningRequest] = []
 
@@ -331,10 +294,8 @@ class Updates:
     async def paused(
         self, timeout_s: float, mode: PauseMode | None = "keep", clear_cache: bool = False
     ) -> AsyncIterator[Pause]:
-        """Freezes the engine; on every exit it is whole and serving, or stale without requests.
-
-        Without a mode it steps on, and only requests that would enter wait.
-        """
+        """Freezes the engine; on every exit it is whole and serving, or stale without requests."""
+        # Without a mode it steps on, and only requests that would enter wait.
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
         try:
@@ -415,7 +376,6 @@ class Updates:
             self._serve_or(f"it did not reach version {self._floor}")
 
     def set_state(self, state: ReplicaState, reason: str = "") -> None:
-        """Changes the replica's state, unless it is dead or closed."""
         if not self.is_over:
             self._gate.set(state, reason)
 

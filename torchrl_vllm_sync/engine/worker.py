@@ -40,10 +40,6 @@ from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
-
-    from vllm.config import VllmConfig
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
@@ -137,7 +133,7 @@ class SyncWorkerExtension:
     """
 
     # Of vLLM's worker.
-    vllm_config: VllmConfig
+    vllm_config: Any
     device: torch.device
     model_runner: Any
     execute_model: Callable[..., Any]
@@ -150,9 +146,9 @@ class SyncWorkerExtension:
     _sync_touched: bool = False
     _sync_peer: PeerCopy
     _sync_peer_file: str
-    _sync_staged: Future[dict[str, Any]]
+    _sync_staged: Any  # a future
     _sync_step: Any = None  # what the scheduler gave out for the last step, if that is watched
-    _native_launched: WeightTransferEngine[Any, Any] | None = None
+    _native_launched: Any = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
 
@@ -253,7 +249,6 @@ class SyncWorkerExtension:
 
     @answered
     def sync_plan_writes(self, metadata: list[list[Any]]) -> dict[str, Any]:
-        """Works out where a trainer that writes puts its tensors; the model may be serving."""
         return self._sync_receiver().plan_writes(from_json(metadata))
 
     @answered
@@ -374,15 +369,13 @@ class SyncWorkerExtension:
 
     @answered
     def native_use(self, backend: str | None) -> None:
-        """Replaces the transfer engine by another one; the present one leaves its group."""
         self._native_refuse_open("another engine")
         present = self.weight_transfer_engine
         wanted = launched = self._native_launched = self._native_launched or present
         if backend is not None and (launched is None or launched.config.backend != backend):
             if backend not in (known := WeightTransferEngineFactory._registry):
-                raise UnsupportedArgumentError(
-                    f"backend must be one of {sorted(known)}, got {backend!r}"
-                )
+                rule = f"backend must be one of {sorted(known)}"
+                raise UnsupportedArgumentError(f"{rule}, got {backend!r}")
             made_of = self.vllm_config, self.device, self._sync_model()
             config = WeightTransferConfig(backend=backend)
             wanted = WeightTransferEngineFactory.create_engine(config, *made_of)
@@ -414,10 +407,8 @@ class SyncWorkerExtension:
         """Checks that an update could begin; changes nothing."""
         engine = self._native_engine()
         if not self._native_ready:
-            raise TransferNotReadyError(
-                f"{type(engine).__name__} is not initialised: call "
-                "init_weight_transfer_engine first"
-            )
+            what = f"{type(engine).__name__} is not initialised"
+            raise TransferNotReadyError(f"{what}: call init_weight_transfer_engine first")
 
     @answered
     def native_start(self) -> None:
@@ -454,7 +445,6 @@ class SyncWorkerExtension:
 
     @answered
     def native_finish(self) -> None:
-        """Ends an update; afterwards the model is whole."""
         self._sync_touched = True
         self._native_open_parts()
         engine = self._native_engine()
@@ -488,7 +478,7 @@ class SyncWorkerExtension:
         if self._native_parts is not None:
             raise TransferNotReadyError(f"{what} has to wait: a weight update is open")
 
-    def _native_engine(self) -> WeightTransferEngine[Any, Any]:
+    def _native_engine(self) -> Any:
         if self.weight_transfer_engine is None:
             raise TransferNotReadyError("this engine has no weight_transfer_config")
         return self.weight_transfer_engine
