@@ -7,7 +7,7 @@ import contextlib
 import copy
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,6 @@ from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_pa
 from torchrl_vllm_sync.versions import VersionSpan, slice_spans, spans_from_starts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -10,8 +10,9 @@ import math
 import sys
 import time
 import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from vllm.platforms import current_platform
@@ -28,11 +29,9 @@ from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
 from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-
 logger = logging.getLogger(__name__)
 
+Step = Callable[[], Awaitable[None]]
 # Seconds between checks that staged weights have arrived.
 STAGED_POLL_S = 0.005
 # Seconds beyond the time limit for a worker to answer whether its weights are as they were, which
@@ -56,7 +55,7 @@ WORKERS_ANSWERED = (errors.TransferError, errors.TransferNotReadyError, errors.W
 class Watchdog:
     """Calls ``give_up`` when it was started and neither stopped nor started again in time."""
 
-    def __init__(self, give_up: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, give_up: Step) -> None:
         self._give_up = give_up
         self._waiting: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
@@ -627,9 +626,7 @@ class NativeCalls:
             raise errors.UnsupportedArgumentError(f"{rule}, got {label}")
         return version
 
-    async def _run(
-        self, update: _OpenUpdate, timeout_s: float
-    ) -> AsyncGenerator[None, Callable[[], Awaitable[None]] | None]:
+    async def _run(self, update: _OpenUpdate, timeout_s: float) -> AsyncGenerator[None, Any]:
         """An open update from its start to its end: a step that finishes it, or a failure."""
         updates = self._updates
         async with contextlib.AsyncExitStack() as stack:
@@ -662,7 +659,7 @@ class NativeCalls:
             raise self._not_ready(f"{what} has to wait: {why}")
         return self._open
 
-    async def _step(self, what: str, take: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def _step(self, what: str, take: Step | None = None) -> None:
         """Takes a step of the open update: a second one meanwhile is refused, a failure ends it."""
         update = self._require_idle(what)
         self._watchdog.stop()

@@ -11,8 +11,9 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +33,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module import storage_key, tensors_in
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
+Tensors = Iterable[tuple[str, torch.Tensor]]
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
 # single elements of a large tensor needs more.
 MAX_INTERVALS = 2**24
@@ -148,9 +147,7 @@ def checkpoint_metadata(model_config: Any) -> list[ParamMeta]:
 
 
 @torch.no_grad()
-def reload_model(
-    model: torch.nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torch.Tensor]]
-) -> int:
+def reload_model(model: torch.nn.Module, vllm_config: Any, weights: Tensors) -> int:
     """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
     taken = itertools.count()
     with set_current_vllm_config(vllm_config):

@@ -9,8 +9,9 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm import _custom_ops
@@ -40,9 +41,7 @@ from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json,
 from torchrl_vllm_sync.weights.p2p.handover import hand_over
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
+Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
 # thread that launches the engine's kernels.
 ARRIVAL_POLL_S = 1e-3
@@ -359,9 +358,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
 
-    def _transfer(
-        self, take: Callable[[Iterator[int]], object], deadline: float, poll_s: float = SPIN_S
-    ) -> None:
+    def _transfer(self, take: Take, deadline: float, poll_s: float = SPIN_S) -> None:
         """Passes the buckets to ``take`` as they arrive, and waits for the end."""
         group, layout = self._ready()
         if not self._buffers:

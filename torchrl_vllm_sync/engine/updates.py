@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,6 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest

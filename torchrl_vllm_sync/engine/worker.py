@@ -12,8 +12,9 @@ import os
 import pickle
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.args import STAGED_BACKEND
-from torchrl_vllm_sync.engine.plan import reload_model, repack_cpu
+from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
 from torchrl_vllm_sync.errors import (
     SyncError,
@@ -38,9 +39,7 @@ from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
 from torchrl_vllm_sync.weights.places import device_name, device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
+Answering = Callable[..., dict[str, Any]]
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
 PEER_DIRECTORY = Path("/dev/shm")
@@ -101,7 +100,7 @@ def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return dense.reshape(-1).view(torch.uint8)
 
 
-def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+def answered(method: Callable[..., dict[str, Any] | None]) -> Answering:
     """Makes a method return its failure, and ``untouched``: whether the weights are as before."""
 
     @functools.wraps(method)
@@ -359,9 +358,7 @@ class SyncWorkerExtension:
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()
 
-    def _sync_tensors(
-        self, path: Path, metadata: list[ParamMeta]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
+    def _sync_tensors(self, path: Path, metadata: list[ParamMeta]) -> Tensors:
         return open_tensordict(path, metadata).items()
 
     def _sync_model(self) -> torch.nn.Module:
