@@ -36,7 +36,6 @@ from torchrl_vllm_sync.replica import (
     ReplicaState,
     Silence,
 )
-from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
 
 if TYPE_CHECKING:
@@ -309,11 +308,6 @@ class EngineActor:
             return self._card
         settings = dataclasses.replace(self._card["settings"], engine_args=None, actor_class=None)
         return {**self._card, "settings": settings}
-
-    async def model_metadata(self) -> list[list[Any]]:
-        """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
-        config = self.engine.vllm_config.model_config
-        return to_json(await asyncio.to_thread(checkpoint_metadata, config))
 
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of requests inside the engine, exactly; a dead engine has none."""

@@ -167,9 +167,6 @@ class AdmissionGate:
     def refusal(self) -> errors.ReplicaUnavailableError:
         return errors.ReplicaUnavailableError(self.replica_id, self.state, self.reason)
 
-    def describe(self) -> str:
-        return f"holds version {self.version} and is {self.state}"
-
     @property
     def is_over(self) -> bool:
         return self.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
@@ -219,19 +216,15 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     return samples
 
 
-def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
-    """Returns a ``TokensPrompt`` extended by another replica's tokens; see ``SampleState``."""
-    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
-
-
-def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingParams:
-    num_tokens = len(begun.token_ids)
-    remaining = copy.copy(params)
+def continued(prompt: Any, params: SamplingParams, begun: BegunAnswer) -> tuple[Any, Any]:
+    """A ``TokensPrompt`` with another replica's tokens, and what is left; see ``SampleState``."""
+    prompt = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
+    num_tokens, remaining = len(begun.token_ids), copy.copy(params)
     remaining.min_tokens = max(0, params.min_tokens - num_tokens)
     remaining.prompt_logprobs = None
     if params.max_tokens is not None:
         remaining.max_tokens = params.max_tokens - num_tokens
-    return remaining
+    return prompt, remaining
 
 
 def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
@@ -328,7 +321,7 @@ class Batch:
             engine_id = self._replica.new_engine_id(request)
             prompt, params = request.prompt, answer.samples[index]
             if (begun := request.begun) is not None:
-                prompt, params = longer_prompt(prompt, begun), remaining_params(params, begun)
+                prompt, params = continued(prompt, params, begun)
             running = RunningRequest(engine_id, request, self, answer, index)
             self._gate.running[engine_id] = answer.running[engine_id] = running
             prompt, lora = self._replica.rendered(prompt), request.lora_request
@@ -516,7 +509,8 @@ class Answers:
             case errors.SyncError():
                 pass
             case TimeoutError() if request.min_version > self._updates.version:
-                held = {self.replica_id: self.gate.describe()}
+                told = f"holds version {self.gate.version} and is {self.gate.state}"
+                held = {self.replica_id: told}
                 error = errors.VersionNotReachedError(request.min_version, held, limit_s)
             case TimeoutError():
                 error = errors.GenerationTimeoutError(

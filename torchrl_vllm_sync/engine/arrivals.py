@@ -101,6 +101,10 @@ class Arrivals:
                 updates.require_whole()
             return await updates.ask_workers(method, *args, timeout_s=deadline.left_s, what=what)
 
+    async def model_metadata(self) -> list[list[Any]]:
+        """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
+        return to_json(await asyncio.to_thread(self._expected))
+
     # ---- By broadcast
 
     async def join_broadcast(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
@@ -468,7 +472,7 @@ class NativeCalls:
 
     async def is_paused(self) -> bool:
         """Returns whether vLLM's scheduler is paused; waits while a transfer blocks the engine."""
-        return await self._updates.ask("asking", self._engine.is_paused(), SHORT_TIMEOUT_S)
+        return await self._updates.ask("asking", self._engine.is_paused())
 
     async def sleep(
         self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = TIMEOUT_S
@@ -594,11 +598,13 @@ class NativeCalls:
         path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
         return update.pause.report(version, [{"num_tensors": update.num_tensors, **path}])
 
-    async def update_weights_native(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
+    async def update_weights_native(
+        self, request: Any, *, timeout_s: float = TIMEOUT_S, **push: Any
+    ) -> LoadReport | None:
         """TorchRL's name for start, update and finish in one call."""
-        await self.start_weight_update(timeout_s=timeout_s)
+        await self.start_weight_update(timeout_s=timeout_s, **push)
         await self.update_weights(request, timeout_s=timeout_s)
-        await self.finish_weight_update(timeout_s=timeout_s)
+        return await self.finish_weight_update(timeout_s=timeout_s)
 
     async def give_up_update(self, run_id: str) -> None:
         """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""

@@ -54,21 +54,19 @@ class Pause:
     loaded: float = 0.0
     num_restarted: int = 0
     num_kept: int = 0
-    stood_s: float | None = None  # workers, at most, where nothing was paused
+    ended: float = 0.0  # where nothing was paused, but workers stood until they had loaded
 
     def report(self, version: int, answers: Replies, **load: Any) -> LoadReport:
         """The report on the update that has just ended; ``load`` are fields of its own."""
-        if self.stood_s is not None:
-            self.begun = self.reached = self.loaded - self.stood_s
-        end = time.perf_counter() if self.stood_s is None else self.loaded
-        whole_pause_s, since_s = end - self.begun, time.perf_counter() - self.begun
+        now = time.perf_counter()
+        end, since_s = self.ended or now, now - self.begun
         before = load.get("verify_s", 0.0) + load.get("stage_s", 0.0)
         return LoadReport(
             version=version,
             pause_s=self.reached - self.begun,
             load_s=self.loaded - self.reached,
-            resume_s=self.begun + whole_pause_s - self.loaded,
-            whole_pause_s=whole_pause_s,
+            resume_s=end - self.loaded,
+            whole_pause_s=end - self.begun,
             num_kept=self.num_kept,
             num_restarted=self.num_restarted,
             began_at=time.time() - since_s - before,
@@ -212,7 +210,7 @@ class Updates:
     async def probe_workers(self) -> None:
         await self.call_workers("sync_staging_refusal", timeout_s=60.0, what="a sign of life")
 
-    async def ask(self, what: str, call: Awaitable[Any], timeout_s: float) -> Any:
+    async def ask(self, what: str, call: Awaitable[Any], timeout_s: float = SHORT_TIMEOUT_S) -> Any:
         """Awaits the engine's answer; raises if its core dies, since vLLM answers no call then."""
         answer, deadline = asyncio.ensure_future(call), Deadline(timeout_s)
         try:
@@ -262,11 +260,7 @@ class Updates:
 
         def take(answers: Replies) -> None:
             """Comes ahead of all that is sampled afterwards."""
-            try:
-                self._check(answers, was_whole=True)
-            except errors.SyncError as error:
-                self._end_if_torn(error)
-                raise
+            self._check(answers, was_whole=True)
             self._switch(version, answers[0]["computed"])
             unstarted.extend(self._mark_unstarted())
 
@@ -274,7 +268,8 @@ class Updates:
             self.whole = False
             call = internals.call_between_steps(self._engine, method, args, take)
             answers = await self.ask("swapping", call, timeout_s)
-            pause.loaded, pause.stood_s = time.perf_counter(), max(a["seconds"] for a in answers)
+            pause.loaded = pause.ended = time.perf_counter()
+            pause.begun = pause.reached = pause.loaded - max(one["seconds"] for one in answers)
             pause.num_restarted = await self._send_back(unstarted)
             await self.commit(pause, None, str(version), run_id)
         return pause.report(version, answers)
@@ -286,7 +281,9 @@ class Updates:
             if one["error"]
         ):
             self.whole = was_whole and all(one.get("untouched") for one in answers)
-            raise errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
+            error = errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
+            self._end_if_torn(error)
+            raise error
 
     @contextlib.asynccontextmanager
     async def paused(
@@ -326,7 +323,7 @@ class Updates:
     async def _send_back(self, unstarted: list[RunningRequest]) -> int:
         # What vLLM is still preparing, which takes long with images, goes back when it is done.
         if ids := [one.engine_id for one in unstarted if one.sample is not None]:
-            await self.ask("sending back", self._engine.abort(ids), SHORT_TIMEOUT_S)
+            await self.ask("sending back", self._engine.abort(ids))
         return len(unstarted)
 
     async def commit(
@@ -347,9 +344,7 @@ class Updates:
         self._gate.switch(version, computed)
 
     async def label(self, label: str) -> None:
-        await self.ask(
-            "labelling", internals.set_weight_label(self._engine, label), SHORT_TIMEOUT_S
-        )
+        await self.ask("labelling", internals.set_weight_label(self._engine, label))
 
     async def put_together(self) -> None:
         await self.ask_workers("native_abandon", what="giving up")
@@ -363,7 +358,7 @@ class Updates:
             return
         try:
             if is_paused:
-                await self.ask("resuming", self._engine.resume_generation(), SHORT_TIMEOUT_S)
+                await self.ask("resuming", self._engine.resume_generation())
         except BaseException as error:
             self.whole = False  # it may be frozen: only a successful load makes it serve again
             self.set_state(ReplicaState.STALE, f"the engine did not resume: {error}")
