@@ -53,10 +53,7 @@ BLOCKING_CALL_S = 300.0
 
 
 class EngineHealth:
-    """Asks an engine for a sign of life periodically, and marks its replica failed when none comes.
-
-    Calls that block it by design are excused: updates, which have limits, and :meth:`blocking`.
-    """
+    """Asks an engine for a sign of life periodically; marks its replica failed when none comes."""
 
     def __init__(
         self,
@@ -99,6 +96,7 @@ class EngineHealth:
 
     @property
     def _is_excused(self) -> bool:
+        """Calls may block an engine by design: updates, which have limits, and :meth:`blocking`."""
         return self._is_updating() or not all(one.passed for one in self._blocking)
 
     def look(self) -> bool:

@@ -200,11 +200,9 @@ class AdmissionGate:
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
-    """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``).
-
-    Samples are separate requests: an update may find some begun, which must go on, and sends the
-    others back, which must not start on keys of the old weights; vLLM can do neither with a part.
-    """
+    """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``)."""
+    # Samples are separate requests: an update lets those go on that have begun, and sends the
+    # others back, which must not start on keys of the old weights. vLLM cannot with a part.
     params.skip_clone = True  # nobody else has it: vLLM need not copy each field for each request
     if params.n == 1 and params.logprobs is None and params.prompt_logprobs is None:
         return [params]
@@ -441,11 +439,8 @@ class Answers:
                 yield PackedResults(results, want_prompt=want_prompt)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
-        """Yields the growing outputs of one request, the last one finished.
-
-        Where vLLM is faster than its reader, newer outputs take the place of older ones, as they do
-        in vLLM's own streams; those that hold only new tokens are all kept.
-        """
+        """Yields the growing outputs of one request; newer ones replace those nobody has read."""
+        # As in vLLM's own streams; those that hold only new tokens are all kept.
         is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
         steps: dict[Any, EngineResult] = {}  # in their order, by sample where one holds all
         some = asyncio.Event()

@@ -15,6 +15,7 @@ import stat
 import time
 import uuid
 from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,12 @@ from vllm.v1.outputs import LogprobsLists
 from torchrl_vllm_sync.replica import EngineCounters, Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+Take = Callable[[list[Any]], object]  # takes the workers' answers
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
 INSTALLED_VLLM = Version(Version(vllm.__version__).base_version)
@@ -229,7 +229,7 @@ class _Reply(list[Any]):
     As those it waits in the queue of the task that takes outputs up, and calls ``take`` when asked.
     """
 
-    def __init__(self, queue: asyncio.Queue[Any], take: Callable[[list[Any]], object]) -> None:
+    def __init__(self, queue: asyncio.Queue[Any], take: Take) -> None:
         super().__init__()
         self.taken: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._queue, self._take, self._answers = queue, take, list[Any]()
@@ -252,9 +252,7 @@ class _Reply(list[Any]):
         return 0
 
 
-async def call_between_steps(
-    engine: AsyncLLM, method: str, args: tuple[Any, ...], take: Callable[[list[Any]], object]
-) -> list[Any]:
+async def call_between_steps(engine: AsyncLLM, method: str, args: Any, take: Take) -> list[Any]:
     """Calls every worker, and ``take`` with the answers ahead of all outputs of later steps."""
     client: Any = engine.engine_core
     reply, call_id = _Reply(client.outputs_queue, take), uuid.uuid1().int >> 64
