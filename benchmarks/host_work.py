@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.record import Recorder
 from tests.unit.vllm_models import VllmModels, single_process_group
 from torchrl_vllm_sync import as_weight_source
-from torchrl_vllm_sync.engine.plan import record_load_plan
-from torchrl_vllm_sync.engine.reload import checkpoint_metadata
+from torchrl_vllm_sync.engine.plan import checkpoint_metadata, record_load_plan
 from torchrl_vllm_sync.weights.broadcast.buckets import (
     BucketLayout,
     ViewPacker,

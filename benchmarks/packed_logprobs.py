@@ -26,7 +26,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.record import Recorder
-from torchrl_vllm_sync.engine.logprobs import pack, unpack
+from torchrl_vllm_sync.engine.internals import pack, unpack
 
 SYSTEMS = ("none", "vLLM", "packed")
 

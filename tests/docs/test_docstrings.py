@@ -18,7 +18,7 @@ from tests.test_public_api import MODULES, PACKAGE, function_of
 # Not in public_api.txt, but part of what users hold in their hands: shown in the reference.
 BESIDE = (
     "routing.ledger.LoadSnapshot",
-    "engine.processes.end_replica",
+    "engine.args.end_replica",
     "weights.places.choose_transport",
 )
 

@@ -4,7 +4,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.fakes.versions import check_spans
-from torchrl_vllm_sync.engine.gate import versions_of_labels
+from torchrl_vllm_sync.engine.answers import versions_of_labels
 from torchrl_vllm_sync.testing import token_log_probs
 
 # Both sides compute in float32 but add up in another order. Over 15 pushes the largest difference

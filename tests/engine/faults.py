@@ -11,7 +11,8 @@ from pathlib import Path
 import ray
 import torch
 
-from torchrl_vllm_sync.engine import internals, receiver, reload
+from torchrl_vllm_sync.engine import internals, receiver
+from torchrl_vllm_sync.engine import plan as plans
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.weights.audit import checksum
@@ -62,7 +63,7 @@ class FaultyWorker(PacedWorker):
     def sync_plan(self, rank=None, **plan):
         self._plan = plan if rank in (None, self._sync_receiver().rank_in_replica) else {}
         receiver.buckets.whole_tensors = self._sync_faulty_arrivals
-        reload.repack_cpu = self._sync_faulty_repacking
+        plans.repack_cpu = self._sync_faulty_repacking
         return os.getpid()
 
     def sync_sleep(self, seconds):
@@ -142,7 +143,7 @@ class CrampedWorker(SyncWorkerExtension):
         return "staged weights need 12.34 GB on cuda:0 beside the model, 1.00 GB are free"
 
 
-WHOLE_TENSORS, REPACK_CPU = receiver.buckets.whole_tensors, reload.repack_cpu
+WHOLE_TENSORS, REPACK_CPU = receiver.buckets.whole_tensors, plans.repack_cpu
 
 
 class FaultyActor(EngineActor):

@@ -16,7 +16,7 @@ from tests.engine.faults import engine_core_pid
 from tests.engine.requests import STEP_S, endless, eventually, token_ids
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.actor import EngineActor
-from torchrl_vllm_sync.engine.processes import end_replica
+from torchrl_vllm_sync.engine.args import end_replica
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 
 LIMIT_S = 6.0

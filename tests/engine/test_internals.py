@@ -56,9 +56,9 @@ def test_log_probabilities_of_a_step_come_in_one_piece(inside):
     async def check(actor):
         from vllm import SamplingParams
 
-        from torchrl_vllm_sync.engine import logprobs
+        from torchrl_vllm_sync.engine import internals
 
-        unpack, pieces = logprobs.unpack, []
+        unpack, pieces = internals.unpack, []
 
         def watching(outputs, samples):
             pieces.append(sum(one.new_logprobs is not None for one in outputs))
@@ -70,9 +70,9 @@ def test_log_probabilities_of_a_step_come_in_one_piece(inside):
                 last = output
             return len(last.outputs[0].logprobs), len(last.outputs[0].token_ids)
 
-        logprobs.unpack = watching
+        internals.unpack = watching
         found = await asyncio.gather(*(one(f"packed-{at}") for at in range(4)))
-        logprobs.unpack = unpack
+        internals.unpack = unpack
         return found, pieces
 
     found, pieces = inside(check)
@@ -292,10 +292,10 @@ def test_stats_recorder_gets_the_schedulers_figures(inside):
         peak = (0, 0, 0.0)
         while not all(task.done() for task, _ in running):
             await asyncio.sleep(0.01)
-            if (stats := actor._stats.latest()) is not None:
-                figures = (stats.num_running, stats.num_waiting, stats.kv_cache_usage)
+            if stats := actor._stats.latest():
+                figures = (stats["num_running"], stats["num_waiting"], stats["kv_cache_usage"])
                 peak = tuple(map(max, peak, figures))
-        return peak, actor._stats.latest().measured_at <= time.monotonic(), actor.report()
+        return peak, actor._stats.latest()["measured_at"] <= time.monotonic(), actor.report()
 
     (num_running, num_waiting, usage), in_the_past, report = inside(check)
     assert num_running == 32

@@ -11,7 +11,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from torchrl_vllm_sync.engine.logprobs import pack, unpack, unpack_on_arrival
+from torchrl_vllm_sync.engine.internals import pack, unpack, unpack_on_arrival
 
 
 class Tokenizer:

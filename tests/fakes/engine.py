@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.engine.answers import AdmissionGate
 from torchrl_vllm_sync.engine.updates import Updates
 
 

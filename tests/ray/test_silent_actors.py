@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
 from torchrl_vllm_sync import ReplicaState  # noqa: E402
-from torchrl_vllm_sync.engine.processes import end_replica, own_processes  # noqa: E402
+from torchrl_vllm_sync.engine.args import end_replica, own_processes  # noqa: E402
 from torchrl_vllm_sync.replica import EngineReport, ProcessId, Replica, ReplicaProcesses  # noqa: E402
 from torchrl_vllm_sync.routing.ledger import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.routing.monitor import LoadMonitor  # noqa: E402

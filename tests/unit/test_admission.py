@@ -10,8 +10,7 @@ import pytest
 
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import Answers, Batch
-from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
+from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers, Batch, RunningRequest
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -36,7 +35,8 @@ class Owner:
         self.refused = []
         gate.running["e"] = RunningRequest("e", request(), self)
 
-    def refuse(self, running):
+    def take(self, running, output):
+        assert isinstance(output, ReplicaUnavailableError)
         self.refused.append(running.engine_id)
 
 
@@ -120,7 +120,7 @@ def started(answers, *requests):
     """Results by request, of a batch."""
 
     async def run():
-        async with contextlib.aclosing(Batch(answers, answers._gate, requests).run()) as ends:
+        async with contextlib.aclosing(Batch(answers, requests).run()) as ends:
             return {one.request_id: one async for results in ends for one in results}
 
     return asyncio.create_task(run())
@@ -188,8 +188,8 @@ async def test_a_request_that_waits_at_the_gate_keeps_none_back(answers, engine)
     await inside()
     assert [*engine.asked] == ["now~1"]
     engine.put("now~1")
-    answers._gate.switch(3)
-    answers._gate.set(ReplicaState.SERVING)
+    answers.gate.switch(3)
+    answers.gate.set(ReplicaState.SERVING)
     await asyncio.sleep(0.01)
     engine.put("late~2")
     assert [one.error for one in (await task).values()] == [None, None]
@@ -200,13 +200,13 @@ async def test_what_an_update_sends_back_enters_again(answers, engine, reason):
     """Also if it was quicker than the call that ends it, and was begun on keys of old weights."""
     task = started(answers, request())
     await inside()
-    answers._gate.set(ReplicaState.UPDATING)
-    answers._gate.running["r~1"].restart = True
+    answers.gate.set(ReplicaState.UPDATING)
+    answers.gate.running["r~1"].restart = True
     engine.put("r~1", finish_reason=None)
     engine.put("r~1", finish_reason=reason)
     await asyncio.sleep(0.01)
     assert [*engine.asked] == ["r~1"]
-    answers._gate.set(ReplicaState.SERVING)
+    answers.gate.set(ReplicaState.SERVING)
     await asyncio.sleep(0.01)
     engine.put("r~2")
     assert (await task)["r"].output.outputs[0].finish_reason == "stop"
@@ -234,11 +234,11 @@ IMAGES = {"prompt_token_ids": [5], "multi_modal_data": {}}
 
 
 async def test_an_update_does_not_wait_for_what_vllm_is_preparing(answers, engine, prepared):
-    updates = Updates(quiet_engine(), answers._gate)
+    updates = Updates(quiet_engine(), answers.gate)
     updates._engine.abort = engine.abort
     task = started(answers, request(prompt=IMAGES))
     await inside()
-    async with asyncio.timeout(5), updates.paused("keep", False, 5.0) as pause:
+    async with asyncio.timeout(5), updates.paused(5.0) as pause:
         answers._updates.salt = "v2"  # the new weights are in
         await updates.commit(pause, 2, None, None)
     prepared.set()
@@ -280,7 +280,7 @@ async def test_one_failure_is_one_requests_and_its_work_in_the_engine_ends(answe
     assert isinstance(results["late"].error, GenerationTimeoutError)
     assert results["good"].error is None
     assert engine.aborted == ["bad~1", "late~2"]
-    assert answers._gate.running == {}
+    assert answers.gate.running == {}
 
 
 @pytest.mark.parametrize("prompt", [{"prompt_token_ids": [5]}, {"multi_modal_data": {}}])
@@ -305,7 +305,7 @@ async def test_one_that_the_engine_does_not_take_up_ends_in_time_and_keeps_no_re
     assert results["first"].error is None
     assert isinstance(results["hangs"].error, GenerationTimeoutError)
     assert isinstance(results["later"].error, GenerationTimeoutError)
-    assert answers._gate.running == {}
+    assert answers.gate.running == {}
 
 
 async def test_an_engine_that_dies_before_it_is_told_what_to_end_loses_no_result(answers, engine):
@@ -337,18 +337,18 @@ async def test_a_dead_engine_ends_all_that_is_inside(answers, engine):
     engine.put("a~1", error=EngineDeadError())
     results = await task
     assert [one.error.state for one in results.values()] == [ReplicaState.FAILED] * 2
-    assert answers._gate.state is ReplicaState.FAILED
+    assert answers.gate.state is ReplicaState.FAILED
 
 
 async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
     task = started(answers, request())
     await inside()
-    answers._gate.set(ReplicaState.DRAINING)
+    answers.gate.set(ReplicaState.DRAINING)
     await asyncio.sleep(0.01)
     assert not task.done()
     refused = (await started(answers, request()))["r"]
     assert refused.error.state is ReplicaState.DRAINING
-    answers._gate.set(ReplicaState.CLOSED)  # what is left at its end is told
+    answers.gate.set(ReplicaState.CLOSED)  # what is left at its end is told
     ended = (await task)["r"]
     assert ended.error.state is ReplicaState.CLOSED
 
@@ -356,12 +356,12 @@ async def test_the_answer_of_a_request_inside_outlives_the_draining(answers):
 async def test_a_caller_that_cancels_has_nothing_left_in_the_engine(answers, engine):
     task = started(answers, request())
     await inside()
-    answers._gate.set(ReplicaState.DRAINING)
+    answers.gate.set(ReplicaState.DRAINING)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.aborted == ["r~1"]
-    assert answers._gate.running == {}
+    assert answers.gate.running == {}
 
 
 async def test_torchrls_call_of_one_replica_needs_no_tokenizer_for_ids(answers, engine):

@@ -10,8 +10,8 @@ from tests.fakes.engine import BareUpdates
 from tests.unit.vllm_models import VllmModels, make_checkpoint, single_process_group
 from torchrl_vllm_sync.engine import receiver
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
-from torchrl_vllm_sync.engine.arrivals import Audits
-from torchrl_vllm_sync.engine.reload import checkpoint_metadata
+from torchrl_vllm_sync.engine.arrivals import Arrivals
+from torchrl_vllm_sync.engine.plan import checkpoint_metadata
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError
 from torchrl_vllm_sync.weights import audit
@@ -53,7 +53,7 @@ class World:
     def start_calls(self, method, calls, **kwargs):
         def answer(args):
             try:
-                return asyncio.run(getattr(Audits(self.updates), method)(*args, **kwargs))
+                return asyncio.run(getattr(Arrivals(self.updates, list), method)(*args, **kwargs))
             except TransferError as error:
                 return error
 

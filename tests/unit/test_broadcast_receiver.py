@@ -14,7 +14,7 @@ from tests.fakes.weights import send
 from tests.unit.vllm_models import VllmModels, make_checkpoint, metadata_of, single_process_group
 from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
-from torchrl_vllm_sync.engine.arrivals import BroadcastLoads
+from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS
@@ -36,7 +36,7 @@ class Replica:
 
     def __init__(self, name, workers):
         self.name, self.workers = name, workers
-        self.loads = BroadcastLoads(BareUpdates(workers))
+        self.loads = Arrivals(BareUpdates(workers), list)
 
     def describe(self):
         facts = {"pid": 1, "max_model_len": 8, "vocab_size": 8, "block_size": 8}
@@ -106,8 +106,8 @@ class World:
 
     def __init__(self, directory, monkeypatch, name="qwen3", *, stage=False, **overrides):
         from torchrl_vllm_sync.engine import receiver
+        from torchrl_vllm_sync.engine.plan import checkpoint_metadata
         from torchrl_vllm_sync.engine.receiver import BroadcastReceiver
-        from torchrl_vllm_sync.engine.reload import checkpoint_metadata
         from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 
         # On a CPU vLLM repacks weights after a reload; these models stay as loaders expect them.

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM's configuration is needed")
 
-from torchrl_vllm_sync.engine.reload import check_can_be_filled
+from torchrl_vllm_sync.engine.plan import check_can_be_filled
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
 

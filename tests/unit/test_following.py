@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 
 def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog, monkeypatch):
-    from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
+    from torchrl_vllm_sync.engine.arrivals import Arrivals
 
     directory = tmp_path / "weights"
     source = MappingSource({"a": torch.ones(2)})
@@ -24,13 +24,13 @@ def test_a_version_that_is_too_old_is_told_of_once(tmp_path, caplog, monkeypatch
     monkeypatch.setattr(SnapshotReader, "current", lambda one: looks.append(1) or current(one))
 
     async def follow():
-        loads = SnapshotLoads(updates, list)
+        loads = Arrivals(updates, list)
         loads.follow_snapshots(str(directory), None, interval_s=0.01, timeout_s=5.0)
         try:
             while len(looks) < 20:  # noqa: ASYNC110  looks raise no event
                 await asyncio.sleep(0.01)
         finally:
-            loads.stop()
+            loads._stop()
 
     with SnapshotWriter(directory) as writer:
         writer.publish(source, source.metadata(), 1)

@@ -385,7 +385,7 @@ def vllm_process(tmp_path_factory):
 
 
 def checkpoint_of(models):
-    from torchrl_vllm_sync.engine.reload import checkpoint_metadata
+    from torchrl_vllm_sync.engine.plan import checkpoint_metadata
 
     return make_checkpoint(checkpoint_metadata(models.model_config))
 

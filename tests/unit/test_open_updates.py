@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from tests.fakes.engine import BareUpdates
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.actor import EngineActor
-from torchrl_vllm_sync.engine.native import NativeCalls
+from torchrl_vllm_sync.engine.arrivals import NativeCalls
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     SyncError,

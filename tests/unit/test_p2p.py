@@ -21,7 +21,7 @@ from tests.unit.test_sharded_source import push, succeed
 from tests.unit.vllm_models import single_process_group
 from torchrl_vllm_sync import P2PTransport, as_weight_source
 from torchrl_vllm_sync.engine import receiver
-from torchrl_vllm_sync.engine.arrivals import WrittenLoads
+from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
@@ -50,7 +50,7 @@ class Replica(broadcast.Replica):
 
     def __init__(self, name, workers):
         super().__init__(name, workers)
-        self.loads = WrittenLoads(BareUpdates(workers, name=name))
+        self.loads = Arrivals(BareUpdates(workers, name=name), list)
 
     def describe(self):
         return replace(super().describe(), node_id=this_node())

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import Answers, Batch, split_samples
-from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers, Batch, split_samples
 from torchrl_vllm_sync.requests.messages import EngineRequest
 
 
@@ -70,7 +69,7 @@ async def start(count, kind, on_step=None):
     request = EngineRequest(request_id="r", prompt=prompt, sampling_params=params, timeout_s=9.0)
 
     async def run():
-        async with contextlib.aclosing(Batch(answers, gate, [request], on_step).run()) as ends:
+        async with contextlib.aclosing(Batch(answers, [request], on_step).run()) as ends:
             ((result,),) = [results async for results in ends]
         return result
 

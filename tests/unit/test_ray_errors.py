@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from tests.fakes.requests import FakeActor, Rig, ids, make_requests, raises
 from tests.unit.test_snapshot_locks import headless
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine import processes
-from torchrl_vllm_sync.engine.processes import end_replica
+from torchrl_vllm_sync.engine import args
+from torchrl_vllm_sync.engine.args import end_replica
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
 from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
 from torchrl_vllm_sync.replica import EngineReport, ProcessId, Replica, ReplicaProcesses
@@ -224,7 +224,7 @@ def test_who_ends_a_replica_hears_whether_that_was_done(monkeypatch, error, node
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "a" * 56, "Alive": next(nodes)}])
     monkeypatch.setattr(ray, "remote", lambda function: function)
-    monkeypatch.setattr(processes, "_end_all", Task())
+    monkeypatch.setattr(args, "_end_all", Task())
 
     def get(call, timeout):
         raise error
@@ -236,7 +236,7 @@ def test_who_ends_a_replica_hears_whether_that_was_done(monkeypatch, error, node
 
 def test_a_process_of_which_only_a_thread_is_left_is_ended_too():
     with headless() as (process, began):
-        left = processes._end_all(ReplicaProcesses("", (ProcessId(process.pid, began),)), 5.0)
+        left = args._end_all(ReplicaProcesses("", (ProcessId(process.pid, began),)), 5.0)
         assert left == []
         assert process.wait(5.0) == -signal.SIGKILL
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchrl_vllm_sync.engine.reload import _loadable_names, _resolved
+from torchrl_vllm_sync.engine.plan import _loadable_names, _resolved
 
 EXPERTS = "model.layers.0.mlp.experts"
 EXPECTED = {

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from torchrl_vllm_sync import ReplicaState, VersionSpan
-from torchrl_vllm_sync.engine.answers import longer_prompt, remaining_params
-from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
+from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest, SpanChecker, continued
 from torchrl_vllm_sync.requests.columns import PackedResults
 from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
@@ -50,7 +49,7 @@ class Engine:
         self.take = lambda _, output: made.append(output)
         self.gate.running["e"] = running
         if begun is not None:
-            params, prompt = remaining_params(params, begun), longer_prompt(prompt, begun)
+            prompt, params = continued(prompt, params, begun)
         self.output_processor.add_request(
             EngineCoreRequest(
                 request_id="e",

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import actor, internals
 from torchrl_vllm_sync.engine.actor import BLOCKING_CALL_S, EngineHealth
-from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.engine.answers import AdmissionGate
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
@@ -97,7 +97,7 @@ async def test_an_engine_that_answers_is_asked_again_after_a_quarter_of_the_limi
         assert len(watch.engine.asked) == count
         watch.engine.asked[-1].set_result(None)
     assert await watch.pass_time(0.5)
-    assert watch.health.answer_age_s < 1
+    assert watch.clock.now - watch.health._answered_at < 1
     assert watch.gate.state is ReplicaState.SERVING
 
 

@@ -9,8 +9,8 @@ import torch
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
-from torchrl_vllm_sync.engine.arrivals import SnapshotLoads
-from torchrl_vllm_sync.engine.gate import AdmissionGate
+from torchrl_vllm_sync.engine.answers import AdmissionGate
+from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, StaleVersionError, SyncError
 from torchrl_vllm_sync.weights.snapshots import files
@@ -230,7 +230,7 @@ class Stored:
     def __init__(self, updates, directory, monkeypatch):
         self.updates, self.directory, self.done = updates, directory, []
         self.during, self.error = lambda: None, ""
-        self.loads = SnapshotLoads(updates, list)
+        self.loads = Arrivals(updates, list)
         self.writer = SnapshotWriter(directory, num_slots=2, max_slots=2)
         self.publish(1)
         monkeypatch.setattr(internals, "call_workers", self.call_workers)

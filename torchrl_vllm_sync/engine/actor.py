@@ -19,19 +19,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.engine import internals, logprobs
-from torchrl_vllm_sync.engine.answers import Answers
-from torchrl_vllm_sync.engine.arrivals import (
-    Audits,
-    BroadcastLoads,
-    PeerLoads,
-    SnapshotLoads,
-    WrittenLoads,
-)
-from torchrl_vllm_sync.engine.gate import AdmissionGate
-from torchrl_vllm_sync.engine.native import NativeCalls
-from torchrl_vllm_sync.engine.processes import own_processes
-from torchrl_vllm_sync.engine.reload import check_can_be_filled, checkpoint_metadata
+from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
+from torchrl_vllm_sync.engine.args import own_processes
+from torchrl_vllm_sync.engine.arrivals import Arrivals, NativeCalls
+from torchrl_vllm_sync.engine.plan import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import LaunchError, SyncError, TransferError
 from torchrl_vllm_sync.replica import (
@@ -39,18 +31,17 @@ from torchrl_vllm_sync.replica import (
     EngineDescription,
     EngineReport,
     LoadReport,
+    PushReport,
+    ReplicaProcesses,
     ReplicaState,
     Silence,
 )
-from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from vllm import AsyncEngineArgs
-
-    from torchrl_vllm_sync.replica import PushReport, ReplicaProcesses
 
 # Seconds between checks: a dead engine core is noticed at the next one.
 LOOK_S = 0.5
@@ -62,12 +53,7 @@ BLOCKING_CALL_S = 300.0
 
 
 class EngineHealth:
-    """Asks an engine for a sign of life periodically, and marks its replica failed when none comes.
-
-    It goes to every worker, through the loop in which an engine core steps. Calls that block the
-    engine by design are excused: updates (``is_updating``), which have limits of their own, and
-    :meth:`blocking`.
-    """
+    """Asks an engine for a sign of life periodically; marks its replica failed when none comes."""
 
     def __init__(
         self,
@@ -86,13 +72,12 @@ class EngineHealth:
         self._blocking: list[Deadline] = []
         self._watch: asyncio.Task[None] | None = None
 
-    @property
-    def answer_age_s(self) -> float:
-        return self._clock() - self._answered_at
-
     def start(self) -> None:
-        """Starts the checks, in a task of the running event loop."""
-        self._watch = asyncio.create_task(self._look_again())
+        async def look_again() -> None:
+            while self.look():  # noqa: ASYNC110  silence raises no event
+                await asyncio.sleep(LOOK_S)
+
+        self._watch = asyncio.create_task(look_again())
 
     def stop(self) -> None:
         for task in filter(None, (self._watch, self._question)):
@@ -111,17 +96,14 @@ class EngineHealth:
 
     @property
     def _is_excused(self) -> bool:
+        """Calls may block an engine by design: updates, which have limits, and :meth:`blocking`."""
         return self._is_updating() or not all(one.passed for one in self._blocking)
-
-    async def _look_again(self) -> None:
-        while self.look():  # noqa: ASYNC110  silence raises no event
-            await asyncio.sleep(LOOK_S)
 
     def look(self) -> bool:
         """Checks once: asks if it is time to, and marks the replica if an answer is overdue."""
         if not self._gate.is_over:
             if not (reason := self._failure()):
-                is_time = self.answer_age_s >= self._beat_s and not self._is_excused
+                is_time = self._clock() - self._answered_at >= self._beat_s and not self._is_excused
                 if self._question is None and is_time:
                     self._question = asyncio.ensure_future(internals.ask_health(self._engine))
                 return True
@@ -195,8 +177,6 @@ class EngineActor:
         self._membership_epoch = 0
         self._last_push: PushReport | None = None
         self._joins_later = self._started = False
-        self._device_uuids: tuple[str, ...] = ()
-        self._device_name = self._why_not_written = ""
 
     async def start(self) -> EngineDescription:
         """Builds the engine and begins to serve."""
@@ -222,13 +202,9 @@ class EngineActor:
         os.environ.update(self._environment)
         check_can_be_filled(self._engine_args.create_model_config())
         config = self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        logprobs.pack_on_the_way(config)
-        self.engine = AsyncLLM.from_vllm_config(
-            config,
-            stat_loggers=[self._stats],
-            disable_log_stats=self._engine_args.disable_log_stats,
-        )
-        logprobs.unpack_on_arrival(self.engine)
+        internals.pack_on_the_way(config)
+        self.engine = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stats])
+        internals.unpack_on_arrival(self.engine)
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal"):
             if refusal:
                 await asyncio.to_thread(self.engine.shutdown)
@@ -236,22 +212,13 @@ class EngineActor:
         await self._begin()
 
     async def _begin(self) -> None:
-        """Builds the parts that need the engine, and begins to serve."""
         internals.watch_samples(self.engine, self._gate.register)
-        found = await internals.call_workers(self.engine, "native_device")
-        self._device_uuids = tuple(uuid for uuid, _ in found if uuid)
-        self._device_name = found[0][1]
-        refusals = await internals.call_workers(self.engine, "sync_why_not_written")
-        self._why_not_written = next(filter(None, refusals), "")
+        self._workers = await internals.call_workers(self.engine, "sync_describe")
         self._updates = updates = Updates(self.engine, self._gate)
         self._answers.begin(self.engine, updates)
         self._native = NativeCalls(updates, self.engine, self._gate)
         config = self.engine.vllm_config.model_config
-        self._snapshots = SnapshotLoads(updates, lambda: checkpoint_metadata(config))
-        self._broadcasts = BroadcastLoads(updates)
-        self._peers = PeerLoads(updates)
-        self._written = WrittenLoads(updates)
-        self._audits = Audits(updates)
+        self._arrivals = Arrivals(updates, lambda: checkpoint_metadata(config))
         self._health = EngineHealth(
             self.engine,
             self._gate,
@@ -281,19 +248,18 @@ class EngineActor:
             vocab_size=model.get_vocab_size(),
             block_size=cache.block_size,
             num_kv_blocks=cache.num_gpu_blocks,
-            vllm_version=str(internals.installed_vllm()),
+            vllm_version=str(internals.INSTALLED_VLLM),
             device_type=current_platform.device_type,
             num_workers=parallel.world_size * parallel.data_parallel_size,
             node_id=this_node(),
-            device_uuids=self._device_uuids,
+            device_uuids=tuple(uuid for uuid, _, _ in self._workers if uuid),
             model=model.model,
-            device_name=self._device_name,
-            why_not_written=self._why_not_written,
+            device_name=self._workers[0][1],
+            why_not_written=next((why for _, _, why in self._workers if why), ""),
             processes=processes,
         )
 
     def ready(self) -> bool:
-        """Whether the replica serves requests."""
         return self._gate.state is ReplicaState.SERVING
 
     async def close(self) -> None:
@@ -302,20 +268,18 @@ class EngineActor:
             return
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
         self._health.stop()
-        self._snapshots.stop()
+        self._arrivals._stop()
         await asyncio.to_thread(self.engine.shutdown)
 
     def report(self) -> EngineReport:
         """Returns state, version and load as they are now."""
-        figures: dict[str, Any] = {}
-        if stats := self._stats.latest():
-            figures = stats._asdict()
+        figures = self._stats.latest()
+        if figures:
             figures["stats_age_s"] = time.monotonic() - figures.pop("measured_at")
         if self._started:
             figures["weight_version"] = self._updates.version
             figures["num_unfinished"] = self.get_num_unfinished_requests()
-            figures["counters"] = self._stats.counters()
-            figures |= self._stats.latencies()
+            figures |= {"counters": self._stats.counters(), **self._stats.latencies()}
         return EngineReport(
             replica_id=self.replica_id,
             state=self._gate.state,
@@ -343,19 +307,13 @@ class EngineActor:
         settings = dataclasses.replace(self._card["settings"], engine_args=None, actor_class=None)
         return {**self._card, "settings": settings}
 
-    async def model_metadata(self) -> list[list[Any]]:
-        """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
-        config = self.engine.vllm_config.model_config
-        return to_json(await asyncio.to_thread(checkpoint_metadata, config))
-
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of requests inside the engine, exactly; a dead engine has none."""
         return 0 if self.engine.errored else internals.num_unfinished_requests(self.engine)
 
     def get_cache_usage(self) -> float | None:
         """Returns the share of KV-cache blocks in use, 0 to 1; ``None`` until it is known."""
-        stats = self._stats.latest()
-        return stats.kv_cache_usage if stats else None
+        return self._stats.latest().get("kv_cache_usage")
 
     def get_tokenizer(self) -> Any:
         return self.engine.get_tokenizer()
@@ -383,11 +341,7 @@ for _part, _kind, _names in (
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
     ("_updates", Updates, "hold_back admit drain undrain"),
     ("_native", NativeCalls, ""),
-    ("_broadcasts", BroadcastLoads, ""),
-    ("_snapshots", SnapshotLoads, "load_snapshot snapshot_source follow_snapshots stop_following"),
-    ("_peers", PeerLoads, ""),
-    ("_written", WrittenLoads, ""),
-    ("_audits", Audits, ""),
+    ("_arrivals", Arrivals, ""),
 ):
     for _name in _names.split() or [one for one in vars(_kind) if not one.startswith("_")]:
         setattr(EngineActor, _name, of_part(_part, getattr(_kind, _name)))

@@ -1,4 +1,4 @@
-"""The requests of one engine: admitted, run, streamed and given up."""
+"""The requests of one engine: which wait at its gate, run, are streamed, or end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import copy
 import logging
 import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +16,26 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
+from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.internals import UNLABELLED, SampleState
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
+from torchrl_vllm_sync.versions import VersionSpan, slice_spans, spans_from_starts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.updates import Updates
-    from torchrl_vllm_sync.requests.messages import BegunAnswer, SampleReport
+    from torchrl_vllm_sync.requests.messages import BegunAnswer
 
 logger = logging.getLogger(__name__)
 
+Spans = tuple[VersionSpan, ...]
+Labels = list[tuple[str, int, int]] | None  # vLLM's spans, each with its label
+Step = Callable[[EngineResult], object]
 # What a prompt may hold that vLLM need not render.
 _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 # Seconds that finished outputs of a batch wait at most, to be sent back together.
@@ -43,12 +46,163 @@ TIMEOUT_S = 3600.0
 MAX_GIVEN_UP = 10_000
 
 
-def split_samples(params: SamplingParams) -> list[SamplingParams]:
-    """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``).
+class SampleVersions:
+    """Which versions sampled one sample, counted at each switch."""
 
-    Samples are separate requests: an update may find some begun, which must go on, and sends the
-    others back, which must not start on keys of the old weights; vLLM can do neither with a part.
-    """
+    __slots__ = ("_begun", "_delivered", "_received", "_starts", "_was_swapped", "state")
+
+    def __init__(self, state: SampleState, version: int, begun: BegunAnswer | None = None) -> None:
+        self.state, self._begun, self._was_swapped = state, begun, False
+        self._received = self._delivered = len(begun.token_ids) if begun else 0
+        former = begun.spans if begun else ()
+        self._starts = [(one.version, one.start) for one in former] + [(version, self._received)]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was sampled here, or it ended without one."""
+        num_tokens = max(self.state.num_tokens, self._starts[-1][1])
+        return num_tokens > self._received or self.state.is_finished
+
+    def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
+        start = self.state.num_tokens
+        if computed is not None:
+            self._was_swapped = True
+            on_their_way = self._received + self.state.num_sampled(computed)
+            start = max(start, on_their_way, self._starts[-1][1])
+        self._starts.append((version, start))
+
+    def spans(self, num_tokens: int) -> Spans:
+        return spans_from_starts(self._starts, num_tokens)
+
+    def report(self, completion: CompletionOutput, checker: SpanChecker) -> SampleReport:
+        start = self._delivered if self.state.yields_only_new else 0
+        end = self._delivered = start + len(completion.token_ids)
+        spans = self.spans(end)
+        if completion.finish_reason is not None and self._was_swapped:
+            # vLLM labels tokens when a step has ended, by which time another version may serve.
+            internals.relabel(completion, spans)
+        elif completion.finish_reason is not None:
+            labelled = internals.label_spans(completion)
+            spans = checker.agreed(self.state.engine_id, spans, labelled, end)
+        first = self._begun or self.state
+        return SampleReport(
+            spans=slice_spans(spans, start, end) if start else spans,
+            num_cached_tokens=first.num_cached_tokens,
+            queue_s=first.queue_s,
+            prefill_s=first.prefill_s,
+            # Unknown where another replica began: some seconds were lost on the way.
+            decode_s=None if self._begun else self.state.decode_s,
+        )
+
+
+@dataclass(slots=True)
+class SpanChecker:
+    """Compares counted spans with vLLM's own, which count: it is the process that samples."""
+
+    replica_id: str
+    num_disagreements: int = 0
+
+    def agreed(self, request_id: str, counted: Spans, labelled: Labels, num_tokens: int) -> Spans:
+        theirs = versions_of_labels(labelled, num_tokens)
+        if theirs is None or theirs == counted:
+            return counted
+        self.num_disagreements += 1
+        what = "replica %s, request %s: version spans counted as %s, by vLLM as %s, which is used"
+        spans = [[tuple(one) for one in some] for some in (counted, theirs)]
+        logger.error(what, self.replica_id, request_id, *spans)
+        return theirs
+
+
+def versions_of_labels(labelled: Labels, num_tokens: int) -> Spans | None:
+    """Makes version spans of vLLM's; ``None`` if a label, perhaps a user's, is no version."""
+    if labelled is None:
+        return None
+    try:
+        starts = [(0 if one == UNLABELLED else int(one), start) for one, start, _ in labelled]
+    except ValueError:
+        return None
+    return spans_from_starts(starts, num_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """One sample of a request that is inside the engine."""
+
+    engine_id: str  # a new one after each restart
+    request: EngineRequest
+    owner: Any  # takes outputs, or why there will be none, and ends the request: a ``Batch``
+    answer: Any = None  # the owner's, of which it is a sample
+    index: int = 0  # of the sample in its request
+    sample: SampleVersions | None = None  # None until vLLM has registered it
+    restart: bool = False  # an update sends it back to the gate before its first token
+
+    @property
+    def has_begun(self) -> bool:
+        return self.sample is not None and self.sample.has_begun
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        self.owner.take(self, output)
+
+
+@dataclass
+class AdmissionGate:
+    """One replica's state: requests pass if ``SERVING``, wait if ``UPDATING``, or are refused."""
+
+    replica_id: str
+    state: ReplicaState = ReplicaState.STARTING
+    reason: str = ""  # why it is stale or failed
+    version: int = 0
+    running: dict[str, RunningRequest] = field(default_factory=dict)  # by engine id
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def set(self, state: ReplicaState, reason: str = "") -> None:
+        """Moves to ``state``, wakes what waits at the gate, and ends requests inside if it must."""
+        self.state, self.reason = state, reason
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self.is_over or state is ReplicaState.STALE:
+            for request in list(self.running.values()):
+                request.put(self.refusal())
+
+    def refusal(self) -> errors.ReplicaUnavailableError:
+        return errors.ReplicaUnavailableError(self.replica_id, self.state, self.reason)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
+
+    def register(self, state: SampleState) -> None:
+        """Notes that vLLM has registered one of the samples inside."""
+        running = self.running.get(state.engine_id)
+        if running is None:
+            return
+        if begun := running.request.begun:
+            state.resume(begun, running.request.sampling_params)
+        running.sample = SampleVersions(state, self.version, begun)
+        state.deliver_to(running)
+
+    def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
+        """Notes that ``version`` samples from now on, bar a last step that ``computed`` shows."""
+        self.version = version
+        for request in self.running.values():
+            if request.sample is not None:
+                request.sample.switch(version, computed)
+
+    def is_open(self, min_version: int = 0) -> bool:
+        return self.state is ReplicaState.SERVING and self.version >= min_version
+
+    async def enter(self, min_version: int = 0) -> None:
+        """Waits until the replica serves, with ``min_version`` or later; the caller bounds it."""
+        while not self.is_open(min_version):
+            if not self.state.admits_requests:
+                raise self.refusal()
+            await self._changed.wait()
+
+
+def split_samples(params: SamplingParams) -> list[SamplingParams]:
+    """Returns the parameters of each sample, with seeds as vLLM gives them (``ParentRequest``)."""
+    # Samples are separate requests: an update lets those go on that have begun, and sends the
+    # others back, which must not start on keys of the old weights. vLLM cannot with a part.
     params.skip_clone = True  # nobody else has it: vLLM need not copy each field for each request
     if params.n == 1 and params.logprobs is None and params.prompt_logprobs is None:
         return [params]
@@ -60,19 +214,15 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     return samples
 
 
-def longer_prompt(prompt: dict[str, Any], begun: BegunAnswer) -> dict[str, Any]:
-    """Returns a ``TokensPrompt`` extended by another replica's tokens; see ``SampleState``."""
-    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
-
-
-def remaining_params(params: SamplingParams, begun: BegunAnswer) -> SamplingParams:
-    num_tokens = len(begun.token_ids)
-    remaining = copy.copy(params)
+def continued(prompt: Any, params: SamplingParams, begun: BegunAnswer) -> tuple[Any, Any]:
+    """A ``TokensPrompt`` with another replica's tokens, and what is left; see ``SampleState``."""
+    prompt = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *begun.token_ids]}
+    num_tokens, remaining = len(begun.token_ids), copy.copy(params)
     remaining.min_tokens = max(0, params.min_tokens - num_tokens)
     remaining.prompt_logprobs = None
     if params.max_tokens is not None:
         remaining.max_tokens = params.max_tokens - num_tokens
-    return remaining
+    return prompt, remaining
 
 
 def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
@@ -86,8 +236,6 @@ def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What there is of the answer to one request."""
-
     request: EngineRequest
     samples: list[SamplingParams]  # the parameters of each
     final_only: bool
@@ -100,13 +248,9 @@ class Batch:
     """Requests of one call, each of which ends once; vLLM calls :meth:`take` with all outputs."""
 
     def __init__(
-        self,
-        replica: Answers,
-        gate: AdmissionGate,
-        requests: Sequence[EngineRequest],
-        on_step: Callable[[EngineResult], object] = lambda _: None,
+        self, replica: Answers, requests: Sequence[EngineRequest], on_step: Step = lambda _: None
     ) -> None:
-        self._replica, self._gate, self._on_step = replica, gate, on_step
+        self._replica, self._gate, self._on_step = replica, replica.gate, on_step
         self._clock = asyncio.get_running_loop().time
         self._begin = self._clock()
         self._left: dict[Answer, None] = {}
@@ -119,7 +263,6 @@ class Batch:
         self._unwanted: list[str] = []  # engine ids of samples whose request has ended
 
     async def run(self) -> AsyncGenerator[list[EngineResult]]:
-        """Yields the ends of the requests, several at a time."""
         try:
             # In a task, as the time limits hold while the engine takes them, too.
             self._tasks.append(asyncio.create_task(self._enter_all()))
@@ -176,7 +319,7 @@ class Batch:
             engine_id = self._replica.new_engine_id(request)
             prompt, params = request.prompt, answer.samples[index]
             if (begun := request.begun) is not None:
-                prompt, params = longer_prompt(prompt, begun), remaining_params(params, begun)
+                prompt, params = continued(prompt, params, begun)
             running = RunningRequest(engine_id, request, self, answer, index)
             self._gate.running[engine_id] = answer.running[engine_id] = running
             prompt, lora = self._replica.rendered(prompt), request.lora_request
@@ -238,10 +381,6 @@ class Batch:
         else:
             self._on_step(result)
 
-    def refuse(self, running: RunningRequest) -> None:
-        """Ends a request whose replica has stopped serving."""
-        self._fail(running.answer, self._gate.refusal())
-
     def _fail(self, answer: Answer, failure: Exception) -> None:
         if not answer.has_ended:
             self._end(answer, self._replica.failure(answer.request, failure))
@@ -262,7 +401,6 @@ class Batch:
         del self._gate.running[running.engine_id], running.answer.running[running.engine_id]
 
     def _drop(self, answer: Answer) -> None:
-        """Has nothing of a request run on in the engine."""
         self._unwanted += answer.running
         for running in [*answer.running.values()]:
             self._leave(running)
@@ -279,15 +417,15 @@ class Answers:
     """The part of a replica that runs requests."""
 
     engine: AsyncLLM
-    _updates: Updates
+    _updates: Any  # of which the salt and the version are read
 
     def __init__(self, replica_id: str, gate: AdmissionGate) -> None:
-        self.replica_id, self._gate = replica_id, gate
+        self.replica_id, self.gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
         self._restarts = 0
 
-    def begin(self, engine: AsyncLLM, updates: Updates) -> None:
+    def begin(self, engine: AsyncLLM, updates: Any) -> None:
         """Runs requests with ``engine`` from now on; until then the gate refuses them."""
         self.engine, self._updates = engine, updates
         self._renders = engine.vllm_config.model_config.is_encoder_decoder
@@ -296,16 +434,13 @@ class Answers:
         self, requests: list[EngineRequest], *, want_prompt: bool
     ) -> AsyncIterator[PackedResults]:
         """Yields the results of ``requests``, one each within its time limit, several at a time."""
-        async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
+        async with contextlib.aclosing(Batch(self, requests).run()) as ends:
             async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
-        """Yields the growing outputs of one request, the last one finished.
-
-        Where vLLM is faster than its reader, newer outputs take the place of older ones, as they do
-        in vLLM's own streams; those that hold only new tokens are all kept.
-        """
+        """Yields the growing outputs of one request; newer ones replace those nobody has read."""
+        # As in vLLM's own streams; those that hold only new tokens are all kept.
         is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
         steps: dict[Any, EngineResult] = {}  # in their order, by sample where one holds all
         some = asyncio.Event()
@@ -321,7 +456,7 @@ class Answers:
             some.set()
 
         async def run() -> None:
-            async with contextlib.aclosing(Batch(self, self._gate, [request], keep).run()) as ends:
+            async with contextlib.aclosing(Batch(self, [request], keep).run()) as ends:
                 async for (last,) in ends:
                     keep(last)
 
@@ -361,16 +496,16 @@ class Answers:
         return tokens_input(ids, prompt=text, cache_salt=salt)
 
     def failure(self, request: EngineRequest, failure: Exception) -> EngineResult:
-        """Returns the error that the caller of ``request`` gets for ``failure``."""
         name, limit_s, error = request.request_id, request.timeout_s, failure
         match failure:
             case EngineDeadError():
-                self._gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
-                error = self._gate.refusal()
+                self.gate.set(ReplicaState.FAILED, f"engine core died: {failure}")
+                error = self.gate.refusal()
             case errors.SyncError():
                 pass
             case TimeoutError() if request.min_version > self._updates.version:
-                held = {self.replica_id: self._gate.describe()}
+                told = f"holds version {self.gate.version} and is {self.gate.state}"
+                held = {self.replica_id: told}
                 error = errors.VersionNotReachedError(request.min_version, held, limit_s)
             case TimeoutError():
                 error = errors.GenerationTimeoutError(
@@ -390,7 +525,7 @@ class Answers:
         self.given_up.update(dict.fromkeys(wanted))
         for _ in range(len(self.given_up) - MAX_GIVEN_UP):
             del self.given_up[next(iter(self.given_up))]
-        inside = self._gate.running.items()
+        inside = self.gate.running.items()
         left = [name for name, one in inside if one.sample and one.request.abort_id in wanted]
         await self.engine.abort(left)
         return len(left)
@@ -425,7 +560,7 @@ class Answers:
             )
             for at, prompt in enumerate(checked)
         ]
-        async with contextlib.aclosing(Batch(self, self._gate, requests).run()) as ends:
+        async with contextlib.aclosing(Batch(self, requests).run()) as ends:
             ended = {one.request_id: one async for results in ends for one in results}
         results = [ended[request.request_id] for request in requests]
         for request, result in zip(requests, results, strict=True):

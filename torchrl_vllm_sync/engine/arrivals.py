@@ -1,4 +1,4 @@
-"""Loads of a version into one engine: by broadcast, from a snapshot, or from another replica."""
+"""What brings weights to one engine: the library's transports, or vLLM's own calls, in turn."""
 
 from __future__ import annotations
 
@@ -6,33 +6,32 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import sys
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import ray
+from vllm.platforms import current_platform
 
-from torchrl_vllm_sync.checks import first_few
-from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
-from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
-from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync import errors
+from torchrl_vllm_sync.checks import Deadline, check_seconds, first_few
+from torchrl_vllm_sync.engine.args import payload_of
+from torchrl_vllm_sync.engine.updates import SHORT_TIMEOUT_S, Pause, Replies, Updates, path_of
+from torchrl_vllm_sync.replica import LoadReport, ReplicaState
+from torchrl_vllm_sync.versions import MAX_VERSION
+from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
 from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from torchrl_vllm_sync.checks import Deadline
-    from torchrl_vllm_sync.engine.updates import Updates
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
-    from torchrl_vllm_sync.weights.transport import PauseMode
+from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
+from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
 
 logger = logging.getLogger(__name__)
 
+Step = Callable[[], Awaitable[None]]
 # Seconds between checks that staged weights have arrived.
 STAGED_POLL_S = 0.005
 # Seconds beyond the time limit for a worker to answer whether its weights are as they were, which
@@ -44,16 +43,71 @@ LEAVE_TIMEOUT_S = 10.0
 COPY_TIMEOUT_S = 60.0
 # Seconds after which an offer of which nothing is taken ends: it must not keep updates out.
 OFFER_TIMEOUT_S = 15.0
+# Seconds for a call by default.
+TIMEOUT_S = 300.0
+# Seconds without a call after which the process that drives an update counts as gone.
+IDLE_TIMEOUT_S = 300.0
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+# What workers' own failures are raised as; one that did not answer in time is a plain SyncError.
+WORKERS_ANSWERED = (errors.TransferError, errors.TransferNotReadyError, errors.WeightMismatchError)
 
 
-class BroadcastLoads:
-    """Takes part in a trainer's broadcasts."""
+class Watchdog:
+    """Calls ``give_up`` when it was started and neither stopped nor started again in time."""
 
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
+    def __init__(self, give_up: Step) -> None:
+        self._give_up = give_up
+        self._waiting: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.Task[None] | None = None
+
+    def start(self, limit_s: float) -> None:
+        self.stop()
+        self._waiting = asyncio.create_task(self._give_up_after(limit_s))
+
+    def stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _give_up_after(self, limit_s: float) -> None:
+        await asyncio.sleep(limit_s)
+        self._giving_up, self._waiting = self._waiting, None  # which nobody cancels any more
+        try:
+            await self._give_up()
+        except errors.SyncError as error:  # nothing awaits this task
+            logger.warning("%s", error)
+
+
+class Arrivals:
+    """Brings versions to one engine, and shows or gives away what it holds."""
+
+    def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
+        self._updates, self._expected = updates, functools.cache(expected)
+        self._is_checked = False  # whether the workers have compared their plans with a reload
+        self._token, self._offered = "", contextlib.AsyncExitStack()
+        self._watchdog = Watchdog(lambda: self.withdraw_weights(self._token))
+        self._follower: asyncio.Task[None] | None = None
+        self._load: asyncio.Task[LoadReport] | None = None
+        # A reader keeps mappings from load to load.
+        self._reader = functools.cache(SnapshotReader)
+        self._source: dict[str, Any] | None = None
+
+    async def _ask(
+        self, what: str, method: str, *args: Any, timeout_s: float, whole: bool = False
+    ) -> Replies:
+        updates = self._updates
+        async with updates.exclusive(timeout_s) as deadline:
+            if whole:
+                updates.require_weights()
+                updates.require_whole()
+            return await updates.ask_workers(method, *args, timeout_s=deadline.left_s, what=what)
+
+    async def model_metadata(self) -> list[list[Any]]:
+        """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""
+        return to_json(await asyncio.to_thread(self._expected))
+
+    # ---- By broadcast
 
     async def join_broadcast(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
-        """Has every worker join the trainer's group."""
         async with self._updates.exclusive(timeout_s) as deadline:
             info = init_info | {"timeout_s": timeout_s, "deadline": deadline.at}
             limit_s = deadline.left_s + LAST_WORDS_S
@@ -62,11 +116,8 @@ class BroadcastLoads:
     async def prepare_broadcast(
         self, metadata: list[list[Any]], bucket_bytes: int, *, timeout_s: float
     ) -> dict[str, Any]:
-        """Announces to every worker what all coming pushes consist of."""
-        async with self._updates.exclusive(timeout_s):
-            answers = await self._updates.ask_workers(
-                "sync_prepare", metadata, bucket_bytes, timeout_s=timeout_s, what="preparing"
-            )
+        call = "preparing", "sync_prepare", metadata, bucket_bytes
+        answers = await self._ask(*call, timeout_s=timeout_s)
         return {**path_of(answers), "direct": all(one["direct"] for one in answers)}
 
     async def receive_broadcast(
@@ -85,7 +136,7 @@ class BroadcastLoads:
         """Receives one version; ``options`` say how the engine is paused."""
         updates, push = self._updates, (push_id, digest, direct)
 
-        def load(left: float) -> Awaitable[list[dict[str, Any]]]:
+        def load(left: float) -> Awaitable[Replies]:
             if staged:
                 return updates.call_workers("sync_install_staged", timeout_s=left)
             args = *push, num_passes, left
@@ -110,86 +161,51 @@ class BroadcastLoads:
         while not deadline.passed:
             answers = await updates.call_workers("sync_staged", timeout_s=deadline.left_s)
             if all(answers):
-                raise_failures(updates.replica_id, answers)
+                updates.raise_failures(answers)
                 began_at = min(one["began_at"] for one in answers)
                 return {"stage_s": time.monotonic() - begin, "ready_s": began_at - begin}
             await asyncio.sleep(STAGED_POLL_S)
-        raise TransferError(f"staging took longer than {limit_s:.3g} s")
+        raise errors.TransferError(f"staging took longer than {limit_s:.3g} s")
 
+    # ---- Written by a trainer on this host into the workers' spare memory
 
-class WrittenLoads:
-    """Serves what a trainer on this host has written into the workers' spare memory."""
-
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
-        self._is_checked = False  # whether the workers have compared their plans with a reload
-
-    async def plan_writes(
-        self, metadata: list[list[Any]], *, timeout_s: float
-    ) -> list[dict[str, Any]]:
-        """Returns, of each worker, where the tensors of all coming pushes go."""
-        async with self._updates.exclusive(timeout_s):
-            return await self._updates.ask_workers(
-                "sync_plan_writes", metadata, timeout_s=timeout_s, what="planning"
-            )
+    async def plan_writes(self, metadata: list[list[Any]], *, timeout_s: float) -> Replies:
+        return await self._ask("planning", "sync_plan_writes", metadata, timeout_s=timeout_s)
 
     async def begin_writing(
         self, known: list[list[int]], *, run_id: str, path: str, timeout_s: float
     ) -> list[int]:
         """Returns the number of each worker's memory that may be written to."""
-        updates = self._updates
-        async with updates.exclusive(timeout_s):
-            args = run_id, known, path, updates.replica_id, timeout_s
-            answers = await updates.ask_workers(
-                "sync_begin_writing", *args, timeout_s=timeout_s, what="beginning"
-            )
+        args = run_id, known, path, self._updates.replica_id, timeout_s
+        answers = await self._ask("beginning", "sync_begin_writing", *args, timeout_s=timeout_s)
         self._is_checked = all(one["is_checked"] for one in answers)
         return [one["number"] for one in answers]
 
     async def take_written(
-        self,
-        numbers: list[int],
-        *,
-        version: int,
-        run_id: str,
-        timeout_s: float,
-        mode: PauseMode,
-        clear_cache: bool,
+        self, numbers: list[int], *, version: int, run_id: str, timeout_s: float, **options: Any
     ) -> LoadReport:
-        """Serves one version; the engine is paused only if it must be."""
+        """Serves one version; the engine is paused, as ``options`` say, only if it must be."""
         updates, call = self._updates, ("sync_take_written", run_id, numbers)
-
-        def load(left: float) -> Awaitable[list[dict[str, Any]]]:
-            return updates.call_workers(*call, timeout_s=left)
-
         async with updates.exclusive(timeout_s) as deadline:
             updates.refuse_older(version)
             updates.refuse_foreign(version, run_id)
             push: Any = {"version": version, "run_id": run_id, "timeout_s": deadline.left_s}
             # The first time they reload besides, which may take long and leave half a model.
-            if self._is_checked and updates.can_swap(mode, clear_cache):
+            if self._is_checked and updates.can_swap(**options):
                 return await updates.swap(*call, **push)
-            return await updates.apply(load, **push, mode=mode, clear_cache=clear_cache)
+            load = functools.partial(updates.call_workers, *call)
+            return await updates.apply(lambda left: load(timeout_s=left), **push, **options)
 
-
-class PeerLoads:
-    """Gives this engine's weights to another replica, of one version, or takes another's."""
-
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
-        self._token = ""
-        self._offered = contextlib.AsyncExitStack()
-        self._watchdog = Watchdog(lambda: self.withdraw_weights(self._token))
+    # ---- From another replica, or to one
 
     async def offer_weights(self, *, timeout_s: float) -> dict[str, Any]:
         """Keeps updates out and returns what there is to take."""
         updates = self._updates
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(updates.exclusive(timeout_s))
-            if not updates.whole:
-                raise TransferError(f"replica {updates.replica_id} holds no whole version")
+            updates.require_whole()
             token = uuid.uuid4().hex
-            answers = await self._ask("sync_peer_open", token, True)
+            answers = await self._copying("sync_peer_open", token, True)
             self._token, self._offered = token, stack.pop_all()
         self._watchdog.start(OFFER_TIMEOUT_S)
         return {
@@ -203,16 +219,16 @@ class PeerLoads:
 
     async def give_weights(self, token: str, index: int, by_value: bool) -> list[Any]:
         """Returns chunk ``index`` of each worker: its bytes, or the file that holds it now."""
-        self._require(token)
+        self._require_offer(token)
         if self._updates.num_waiting:
             await self.withdraw_weights(token)
-            raise TransferError("an update came in between, which brings newer weights")
+            raise errors.TransferError("an update came in between, which brings newer weights")
         self._watchdog.start(OFFER_TIMEOUT_S)
-        return [one["source"] for one in await self._ask("sync_peer_give", index, by_value)]
+        return [one["source"] for one in await self._copying("sync_peer_give", index, by_value)]
 
     async def weight_checksums(self, token: str) -> list[dict[str, int]]:
-        self._require(token)
-        return [one["checksums"] for one in await self._ask("sync_peer_checksums")]
+        self._require_offer(token)
+        return [one["checksums"] for one in await self._copying("sync_peer_checksums")]
 
     async def withdraw_weights(self, token: str) -> None:
         """Ends an offer; does nothing if it has ended."""
@@ -220,11 +236,11 @@ class PeerLoads:
             self._token = ""
             self._watchdog.stop()
             async with self._offered:
-                await self._ask("sync_peer_close")
+                await self._copying("sync_peer_close")
 
-    def _require(self, token: str) -> None:
+    def _require_offer(self, token: str) -> None:
         if token != self._token:
-            raise TransferError("the offer does not stand any more")
+            raise errors.TransferError("the offer does not stand any more")
 
     async def take_weights(self, offer: dict[str, Any], *, timeout_s: float) -> LoadReport:
         """Takes the offered weights, unless this replica holds them by now."""
@@ -234,88 +250,56 @@ class PeerLoads:
                 updates.refuse_older(version)
                 if (updates.version, updates.run_id) == (version, run_id):
                     return LoadReport(version=version, loaded=False)
-            own = await self._ask("sync_peer_open", offer["token"], False)
+            own = await self._copying("sync_peer_open", offer["token"], False)
             try:
                 if [a["layout"] for a in own] != [a["layout"] for a in offer["workers"]]:
-                    raise TransferError("the two replicas' tensors are not alike")
+                    raise errors.TransferError("the two replicas' tensors are not alike")
                 return await updates.apply(
                     lambda _: self._copy(offer, deadline), version, run_id, deadline.left_s
                 )
             finally:
-                await self._ask("sync_peer_close")
+                await self._copying("sync_peer_close")
 
-    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
+    async def _copy(self, offer: dict[str, Any], deadline: Deadline) -> Replies:
         """Takes every chunk and compares checksums, for ``Updates.apply``."""
         actor, token, peer = offer["actor"], offer["token"], "the giving replica"
         by_value = offer["node_id"] != this_node()
         for index in range(max(one["num_chunks"] for one in offer["workers"])):
             call = actor.give_weights.remote(token, index, by_value)
             sources = await self._updates.ask(peer, call, deadline.left_s)
-            await self._ask("sync_peer_take", index, sources, deadline=deadline)
+            await self._copying("sync_peer_take", index, sources, limit_s=deadline.left_s)
         call = actor.weight_checksums.remote(token)
         theirs = await self._updates.ask(peer, call, deadline.left_s)
-        answers = await self._ask("sync_peer_checksums", deadline=deadline)
+        answers = await self._copying("sync_peer_checksums", limit_s=deadline.left_s)
         loaded = {"num_tensors": len(theirs[0]), "path": "peer", "path_reason": ""}
         differs = [one["checksums"] != two for one, two in zip(answers, theirs, strict=True)]
         return [
             {**loaded, "error": "the copy differs from the peer" if one else ""} for one in differs
         ]
 
-    async def _ask(
-        self, method: str, *args: Any, deadline: Deadline | None = None
-    ) -> list[dict[str, Any]]:
-        limit_s = min(deadline.left_s, COPY_TIMEOUT_S) if deadline else COPY_TIMEOUT_S
-        return await self._updates.ask_workers(method, *args, timeout_s=limit_s, what="copying")
+    async def _copying(self, method: str, *args: Any, limit_s: float = COPY_TIMEOUT_S) -> Replies:
+        timeout_s = min(limit_s, COPY_TIMEOUT_S)
+        return await self._updates.ask_workers(method, *args, timeout_s=timeout_s, what="copying")
 
+    # ---- For a trainer that compares what this engine computes with to its own
 
-class Audits:
-    """Shows what this engine computes with to a trainer that compares it with its own."""
-
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
-
-    async def plan_audit(
-        self, metadata: list[list[Any]], *, timeout_s: float
-    ) -> list[list[list[Any]]]:
-        """Returns, of each worker, which slices of such tensors it holds."""
-        answers = await self._ask("sync_plan_audit", metadata, timeout_s=timeout_s)
-        return [one["slices"] for one in answers]
+    async def plan_audit(self, metadata: list[Any], *, timeout_s: float) -> list[Any]:
+        call = "comparing", "sync_plan_audit", metadata
+        return [one["slices"] for one in await self._ask(*call, timeout_s=timeout_s, whole=True)]
 
     async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
-        """Returns the version that is served, and checksums of each worker's slices."""
-        answers = await self._ask("sync_audit", digest, timeout_s=timeout_s)
-        checksums = [one["checksums"] for one in answers]
-        return {"version": self._updates.version, "workers": checksums}
+        call = "comparing", "sync_audit", digest
+        answers = await self._ask(*call, timeout_s=timeout_s, whole=True)
+        return {"version": self._updates.version, "workers": [one["checksums"] for one in answers]}
 
     async def audit_values(
         self, digest: str, rank: int, at: int, chunk: int, *, timeout_s: float
     ) -> bytes:
-        """Returns the bytes of a part of one worker's slice."""
-        args = digest, rank, at, chunk
-        answers = await self._ask("sync_audit_values", *args, timeout_s=timeout_s)
+        call = "comparing", "sync_audit_values", digest, rank, at, chunk
+        answers = await self._ask(*call, timeout_s=timeout_s, whole=True)
         return answers[rank]["values"]
 
-    async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
-        updates = self._updates
-        async with updates.exclusive(timeout_s) as deadline:
-            updates.require_weights()
-            if not updates.whole:
-                raise TransferError(f"replica {updates.replica_id} holds no whole version")
-            limit_s = deadline.left_s
-            return await updates.ask_workers(method, *args, timeout_s=limit_s, what="comparing")
-
-
-class SnapshotLoads:
-    """Applies stored versions to one engine, each at most once."""
-
-    def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
-        self._updates = updates
-        self._expected = functools.cache(expected)
-        self._follower: asyncio.Task[None] | None = None
-        self._load: asyncio.Task[LoadReport] | None = None
-        # A reader keeps mappings from load to load.
-        self._reader = functools.cache(SnapshotReader)
-        self._source: dict[str, Any] | None = None
+    # ---- From a snapshot
 
     def snapshot_source(self) -> dict[str, Any] | None:
         """Where the weights were loaded from; ``None`` if they came another way since."""
@@ -342,20 +326,24 @@ class SnapshotLoads:
             phases = {"verify_s": time.perf_counter() - begin}
             try:
                 if snapshot is None:
-                    self._check_held(directory, run_id, at_least)
+                    if updates.version < at_least or not updates.whole:
+                        held = f"replica {updates.replica_id} is at {updates.version}"
+                        none = f"{directory} holds no version {at_least} or later"
+                        raise errors.SnapshotError(f"{none}, and {held}")
+                    if at_least:
+                        updates.refuse_foreign(at_least, run_id)
                     return LoadReport(version=updates.version, loaded=False)
                 if snapshot.version < at_least:
-                    raise SnapshotError(
-                        f"{directory} holds version {snapshot.version}, not yet {at_least}"
-                    )
+                    held = f"{directory} holds version {snapshot.version}"
+                    raise errors.SnapshotError(f"{held}, not yet {at_least}")
                 if compare:
                     await asyncio.to_thread(self._check_fits, snapshot)
                 if deadline.passed:
-                    raise SyncError(f"reading {directory} took longer than {timeout_s:g} s")
+                    raise errors.SyncError(f"reading {directory} took longer than {timeout_s:g} s")
                 data = str(reader.directory / snapshot.manifest.path / DATA_FILE)
                 call = "sync_load_snapshot", data, to_json(snapshot.metadata)
 
-                async def load(left: float) -> list[dict[str, Any]]:
+                async def load(left: float) -> Replies:
                     answers = await updates.call_workers(*call, timeout_s=left)
                     if not any(answer["error"] for answer in answers):
                         await asyncio.to_thread(reading.close)  # raises unless it was one version
@@ -368,17 +356,6 @@ class SnapshotLoads:
                 return report
             finally:
                 await asyncio.to_thread(reading.__exit__, *sys.exc_info())
-
-    def _check_held(self, directory: str, run_id: str | None, at_least: int) -> None:
-        """Accepts that ``directory`` holds nothing newer, or raises."""
-        updates = self._updates
-        if updates.version < at_least or not updates.whole:
-            raise SnapshotError(
-                f"{directory} holds no version {at_least} or later, and replica "
-                f"{updates.replica_id} is at {updates.version}"
-            )
-        if at_least:
-            updates.refuse_foreign(at_least, run_id)
 
     def _check_fits(self, snapshot: Snapshot) -> None:
         """Refuses tensors of another model: the trainer that stored them may know no engine."""
@@ -394,41 +371,32 @@ class SnapshotLoads:
             for name, shape in wanted.items()
             if given.get(name) != shape
         ]:
-            raise WeightMismatchError(
-                f"version {snapshot.version} does not fit the model of replica "
-                f"{self._updates.replica_id}: {first_few(problems, '; ')}"
-            )
+            model = f"the model of replica {self._updates.replica_id}"
+            what = f"version {snapshot.version} does not fit {model}"
+            raise errors.WeightMismatchError(f"{what}: {first_few(problems, '; ')}")
 
     def follow_snapshots(self, directory: str, run_id: str | None, **options: Any) -> None:
         """Loads new versions as they appear, retrying failed ones, until :meth:`stop_following`."""
-        self.stop()
+        self._stop()
         self._follower = asyncio.create_task(self._follow(directory, run_id, **options))
 
     async def _follow(
-        self,
-        directory: str,
-        run_id: str | None,
-        *,
-        interval_s: float,
-        timeout_s: float,
-        verify: bool = True,
+        self, directory: str, run_id: str | None, interval_s: float, **options: Any
     ) -> None:
         updates, told = self._updates, ""
-        reader = self._reader(directory, run_id=run_id, verify=verify)
+        reader = self._reader(directory, run_id=run_id, verify=options.get("verify", True))
         while not updates.is_over:
             problem = ""
             try:
                 manifest = await asyncio.to_thread(reader.current)
                 if manifest and (manifest.version > updates.version or not updates.whole):
-                    load = self.load_snapshot(
-                        directory, run_id, at_least=0, verify=verify, timeout_s=timeout_s
-                    )
+                    load = self.load_snapshot(directory, run_id, at_least=0, **options)
                     self._load = asyncio.create_task(load)
-                    await asyncio.shield(self._load)  # :meth:`stop` leaves no load half done
+                    await asyncio.shield(self._load)  # stopping leaves no load half done
                 elif manifest and manifest.version < updates.version:
                     found = manifest.version
                     problem = f"version {found} is older than the replica's {updates.version}"
-            except SyncError as error:
+            except errors.SyncError as error:
                 problem = str(error)
             if problem and problem != told:
                 what = "replica %s cannot follow %s: %s"
@@ -436,13 +404,290 @@ class SnapshotLoads:
             told = problem
             await asyncio.sleep(interval_s)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way goes on."""
         if self._follower is not None:
             self._follower.cancel()
 
     async def stop_following(self) -> None:
         """Ends :meth:`follow_snapshots`; a load under way is finished first."""
-        self.stop()
+        self._stop()
         if self._load is not None:
             await asyncio.wait({self._load})
+
+
+@dataclass(slots=True)
+class _OpenUpdate:
+    limit_s: float  # between calls; of a push, for all of it
+    version: int | None = None  # of a push
+    run_id: str = "vLLM's own calls"
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
+    pause: Pause = field(default_factory=Pause)
+    num_tensors: int = 0
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
+    steps: Any = None  # the generator NativeCalls._run, to which each call of the update is sent
+
+
+class NativeCalls:
+    """Pauses of one engine and its updates, driven from outside: start, any parts, finish."""
+
+    def __init__(self, updates: Updates, engine: Any, gate: Any) -> None:
+        self._updates, self._engine, self._gate = updates, engine, gate
+        self._open: _OpenUpdate | None = None
+        self._watchdog = Watchdog(self._give_up_silent)
+
+    def _not_ready(self, why: str) -> errors.TransferNotReadyError:
+        return errors.TransferNotReadyError(f"replica {self._updates.replica_id}: {why}")
+
+    def _refuse_open(self, what: str) -> None:
+        if self._open is not None:
+            raise self._not_ready(
+                f"{what} has to wait: a weight update is open; finish_weight_update, or "
+                "shutdown_weight_transfer_engine, ends it"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, what: str, timeout_s: float = SHORT_TIMEOUT_S) -> AsyncIterator[None]:
+        """Keeps other updates out; refused at once while an update is open."""
+        self._refuse_open(what)
+        async with self._updates.exclusive(timeout_s):
+            yield
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Pauses until :meth:`resume_generation`; vLLM's defaults end requests and drop caches."""
+        check_mode(mode)
+        async with self._turn("pause_generation", timeout_s):
+            call = self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+            await self._hold("pausing", call, timeout_s)
+
+    async def resume_generation(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Ends :meth:`pause_generation`; does nothing to an engine that is not paused."""
+        async with self._turn("resume_generation", timeout_s):
+            if self._updates.asleep:
+                raise self._not_ready("it is asleep: wake_up, not resume_generation, ends it")
+            await self._let_go()
+
+    async def is_paused(self) -> bool:
+        """Returns whether vLLM's scheduler is paused; waits while a transfer blocks the engine."""
+        return await self._updates.ask("asking", self._engine.is_paused())
+
+    async def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
+        check_mode(mode)
+        if level not in (0, 1, 2):
+            raise errors.UnsupportedArgumentError(f"level must be one of (0, 1, 2), got {level!r}")
+        able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
+        if level > 0 and not able:
+            needs = "needs enable_sleep_mode=True at launch"
+            raise errors.UnsupportedArgumentError(f"sleep(level={level}) {needs}")
+        async with self._turn("sleep", timeout_s):
+            await self._hold("falling asleep", self._engine.sleep(level, mode), timeout_s)
+            if level > 0:
+                self._updates.asleep = MEMORY_TAGS
+            if level > 1:
+                self._updates.whole = False
+
+    async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:
+        """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""
+        wanted = MEMORY_TAGS if tags is None else frozenset(tags)
+        if unknown := sorted(wanted - MEMORY_TAGS - {"scheduling"}):
+            rule = f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling'"
+            raise errors.UnsupportedArgumentError(f"{rule}, got {unknown}")
+        async with self._turn("wake_up", timeout_s):
+            left = self._updates.asleep - wanted
+            if not left and not self._updates.whole:
+                raise self._not_ready(
+                    "it has no weights to serve with: wake_up(['weights']), then an update, then "
+                    "wake_up(['kv_cache'])"
+                )
+            await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
+            self._updates.asleep = left
+            if not left:
+                await self._let_go()
+        return not left
+
+    async def _hold(self, what: str, call: Awaitable[None], timeout_s: float) -> None:
+        """Keeps the engine from stepping by ``call``; undone if that fails."""
+        before = self._updates.held
+        if self._gate.state is ReplicaState.SERVING:
+            self._updates.set_state(ReplicaState.UPDATING)
+        self._updates.held = True
+        try:
+            await self._updates.ask(what, call, timeout_s)
+        except BaseException:
+            self._updates.held = before
+            if self._updates.whole:
+                await self._updates.resume()
+            raise
+
+    async def _let_go(self) -> None:
+        if not self._updates.whole:
+            raise self._gate.refusal()
+        self._updates.held = False
+        await self._updates.resume()
+
+    async def init_weight_transfer_engine(
+        self, request: Any, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        info = payload_of(request, "init_info")
+        async with self._turn("init_weight_transfer_engine", timeout_s):
+            ask = self._updates.ask_workers
+            await ask("native_init", info, timeout_s=timeout_s, what="initialising")
+
+    async def use_transfer_engine(self, backend: str | None = None) -> None:
+        async with self._turn("use_transfer_engine"):
+            await self._updates.ask_workers("native_use", backend, what="changing")
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leaves the trainer's group; gives an open update up first."""
+        if self._open is not None:
+            await self._abandon()
+        async with self._updates.exclusive(SHORT_TIMEOUT_S):
+            await self._updates.ask_workers("native_shutdown", what="leaving")
+
+    async def start_weight_update(
+        self, *, timeout_s: float = TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S, **push: Any
+    ) -> None:
+        """Keeps other updates out, and the engine paused; a ``push`` has a version already."""
+        check_seconds("idle_timeout_s", idle_timeout_s)
+        self._refuse_open("start_weight_update")
+        update = _OpenUpdate(timeout_s if push else idle_timeout_s, **push)
+        if update.version is not None:
+            self._updates.refuse_older(update.version)
+            self._updates.refuse_foreign(update.version, update.run_id)
+        update.steps = self._run(update, timeout_s)
+        self._open = update
+        await self._step("start_weight_update")
+
+    async def update_weights(self, request: Any, *, timeout_s: float = TIMEOUT_S) -> None:
+        update, updates = self._require_idle("update_weights"), self._updates
+        info = payload_of(request, "update_info")
+
+        async def receive() -> None:
+            was_whole, updates.whole = updates.whole, False
+            answers = await updates.call_workers("native_update", info, timeout_s=timeout_s)
+            updates.whole = was_whole and all(one["untouched"] for one in answers)
+            updates.raise_failures(answers)
+            update.num_tensors += len(info["names"]) if "names" in info else 0
+
+        await self._step("update_weights", receive)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> LoadReport | None:
+        """Ends the update: the engine goes on, unless its user had paused it; reports on a push."""
+        update, updates = self._require_idle("finish_weight_update"), self._updates
+        given = weight_version if update.version is None else update.version
+        label = None if given is None else str(given)
+        version = self._version_of(label)  # one that is refused leaves the update open
+
+        async def finish() -> None:
+            updates.whole = False
+            await updates.ask_workers("native_finish", timeout_s=timeout_s, what="finishing")
+            updates.apart = False
+            await updates.commit(update.pause, version, label, update.run_id)
+
+        await self._step("finish_weight_update", finish)
+        if update.version is None:
+            return None
+        path = {"path": "layerwise", "path_reason": "vLLM's own transfer engines always take it"}
+        return update.pause.report(version, [{"num_tensors": update.num_tensors, **path}])
+
+    async def update_weights_native(
+        self, request: Any, *, timeout_s: float = TIMEOUT_S, **push: Any
+    ) -> LoadReport | None:
+        """TorchRL's name for start, update and finish in one call."""
+        await self.start_weight_update(timeout_s=timeout_s, **push)
+        await self.update_weights(request, timeout_s=timeout_s)
+        return await self.finish_weight_update(timeout_s=timeout_s)
+
+    async def give_up_update(self, run_id: str) -> None:
+        """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
+        if self._open is not None and self._open.run_id == run_id:
+            await self._abandon()
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Labels weights that are in place; requests in flight freeze, so each token has one."""
+        async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:
+            version = self._version_of(str(new_version))
+            if self._updates.whole and self._gate.state is not ReplicaState.STALE:
+                await stack.enter_async_context(self._updates.paused(SHORT_TIMEOUT_S))
+            await self._updates.label(str(new_version))
+            self._gate.switch(version)
+
+    def _version_of(self, label: str | None) -> int:
+        """Returns the policy version of a label; of one that is no integer, the present version."""
+        try:
+            version = self._updates.version if label is None else int(label)
+        except ValueError:
+            return self._updates.version
+        self._updates.refuse_older(version, "weight_version")
+        if version > MAX_VERSION:
+            rule = f"weight_version must be at most {MAX_VERSION}, or no integer"
+            raise errors.UnsupportedArgumentError(f"{rule}, got {label}")
+        return version
+
+    async def _run(self, update: _OpenUpdate, timeout_s: float) -> AsyncGenerator[None, Any]:
+        """An open update from its start to its end: a step that finishes it, or a failure."""
+        updates = self._updates
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(setattr, self, "_open", None)
+            await stack.enter_async_context(updates.exclusive(timeout_s))
+            updates.require_weights()
+            await updates.ask_workers("native_check", what="checking")
+            pause = updates.paused(timeout_s, update.mode, update.clear_cache)
+            update.pause = await stack.enter_async_context(pause)
+            updates.apart = True
+            try:
+                await updates.ask_workers("native_start", timeout_s=timeout_s, what="starting")
+                if update.version is not None:
+                    update.deadline = Deadline(update.limit_s)
+                while updates.apart:
+                    if take := (yield):
+                        await take()
+            except WORKERS_ANSWERED:
+                # Those that did not are busy: the next update puts their models together.
+                if updates.apart and not self._engine.errored:
+                    await updates.put_together()
+                raise
+
+    def _require_idle(self, what: str) -> _OpenUpdate:
+        if self._open is None:
+            why = "no weight update is open: start_weight_update comes first"
+            raise self._not_ready(f"{what}: {why}")
+        if self._open.steps.ag_running:
+            why = "another call of the weight update is under way"
+            raise self._not_ready(f"{what} has to wait: {why}")
+        return self._open
+
+    async def _step(self, what: str, take: Step | None = None) -> None:
+        """Takes a step of the open update: a second one meanwhile is refused, a failure ends it."""
+        update = self._require_idle(what)
+        self._watchdog.stop()
+        with contextlib.suppress(StopAsyncIteration):
+            await update.steps.asend(take)
+            self._watchdog.start(min(update.limit_s, update.deadline.left_s))
+
+    async def _abandon(self, reason: str = "") -> None:
+        """Gives the open update up; a replica that had received part of it is stale then."""
+        given_up = errors.TransferError(f"an update was given up half-way{reason}")
+        self._watchdog.stop()
+        try:
+            await self._require_idle("giving up").steps.athrow(given_up)
+        except errors.TransferError as error:
+            if error is not given_up:
+                raise
+
+    async def _give_up_silent(self) -> None:
+        if update := self._open:
+            version, within = update.version, f"{update.limit_s:g} s"
+            late = f"version {version} did not arrive within {within}"
+            reason = f"no call came for {within}" if version is None else late
+            what = "replica %s: a weight update is given up: %s"
+            logger.warning(what, self._updates.replica_id, reason)
+            await self._abandon(f": {reason}")

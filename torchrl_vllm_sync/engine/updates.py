@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,14 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest
+    from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest
     from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
     from torchrl_vllm_sync.weights.transport import PauseMode
 
-logger = logging.getLogger(__name__)
+Replies = list[dict[str, Any]]  # the answers of all workers, by rank
+Load = Callable[[float], Awaitable[Replies]]  # has them load within so many seconds
 
 # Seconds for calls that only ask, label, resume or clear up.
 SHORT_TIMEOUT_S = 30.0
@@ -40,54 +39,10 @@ PUSH_SILENCE_S = 30.0
 TORN_SILENCE_S = 7.5
 
 
-def raise_failures(replica_id: str, answers: list[dict[str, Any]]) -> None:
-    """Raises for the workers that failed, with this library's error type if they share one."""
-    failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
-    if not failed:
-        return
-    kinds = {one["error_type"] for one in failed.values()} & set(errors.__all__)
-    kind = getattr(errors, kinds.pop()) if len(kinds) == 1 else errors.TransferError
-    reasons = (f"worker {rank}: {one['error']}" for rank, one in failed.items())
-    raise kind(f"replica {replica_id}: " + "; ".join(reasons))
-
-
-def path_of(answers: list[dict[str, Any]]) -> dict[str, str]:
+def path_of(answers: Replies) -> dict[str, str]:
     """How the workers' weights get into the model, and why not by a plan."""
-    return {
-        "path": " and ".join(sorted({one["path"] for one in answers})),
-        "path_reason": next((one["path_reason"] for one in answers if one["path_reason"]), ""),
-    }
-
-
-def _loaded(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fields of the report on a load."""
-    attempts = max(one.get("attempts", 1) for one in answers)
-    return {"num_tensors": answers[0]["num_tensors"], "attempts": attempts, **path_of(answers)}
-
-
-class Watchdog:
-    """Calls ``give_up`` when it was started and neither stopped nor started again in time."""
-
-    def __init__(self, give_up: Callable[[], Awaitable[None]]) -> None:
-        self._give_up = give_up
-        self._waiting: asyncio.Task[None] | None = None
-        self._giving_up: asyncio.Task[None] | None = None
-
-    def start(self, limit_s: float) -> None:
-        self.stop()
-        self._waiting = asyncio.create_task(self._give_up_after(limit_s))
-
-    def stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-
-    async def _give_up_after(self, limit_s: float) -> None:
-        await asyncio.sleep(limit_s)
-        self._giving_up, self._waiting = self._waiting, None  # which nobody cancels any more
-        try:
-            await self._give_up()
-        except errors.SyncError as error:  # nothing awaits this task
-            logger.warning("%s", error)
+    why = next((one["path_reason"] for one in answers if one["path_reason"]), "")
+    return {"path": " and ".join(sorted({one["path"] for one in answers})), "path_reason": why}
 
 
 @dataclass(slots=True)
@@ -99,25 +54,25 @@ class Pause:
     loaded: float = 0.0
     num_restarted: int = 0
     num_kept: int = 0
-    stood_s: float | None = None  # workers, at most, where nothing was paused
+    ended: float = 0.0  # where nothing was paused, but workers stood until they had loaded
 
-    def report(self, version: int, **load: Any) -> LoadReport:
+    def report(self, version: int, answers: Replies, **load: Any) -> LoadReport:
         """The report on the update that has just ended; ``load`` are fields of its own."""
-        if self.stood_s is not None:
-            self.begun = self.reached = self.loaded - self.stood_s
-        end = time.perf_counter() if self.stood_s is None else self.loaded
-        whole_pause_s, since_s = end - self.begun, time.perf_counter() - self.begun
+        now = time.perf_counter()
+        end, since_s = self.ended or now, now - self.begun
         before = load.get("verify_s", 0.0) + load.get("stage_s", 0.0)
         return LoadReport(
             version=version,
-            loaded=True,
             pause_s=self.reached - self.begun,
             load_s=self.loaded - self.reached,
-            resume_s=self.begun + whole_pause_s - self.loaded,
-            whole_pause_s=whole_pause_s,
+            resume_s=end - self.loaded,
+            whole_pause_s=end - self.begun,
             num_kept=self.num_kept,
             num_restarted=self.num_restarted,
             began_at=time.time() - since_s - before,
+            num_tensors=answers[0]["num_tensors"],
+            attempts=max(one.get("attempts", 1) for one in answers),
+            **path_of(answers),
             **load,
         )
 
@@ -176,7 +131,6 @@ class Updates:
         return is_same
 
     def keep_push(self, sender: str, number: int) -> None:
-        """Notes a sign of life of the trainer that pushes."""
         if self._push == (sender, number):
             self._seen_at = time.monotonic()
 
@@ -187,10 +141,8 @@ class Updates:
 
     def refuse_older(self, version: int, what: str = "version") -> None:
         if version < self.version:
-            raise errors.StaleVersionError(
-                f"{what} must be at least {self.version}, which replica {self.replica_id} "
-                f"holds, got {version}"
-            )
+            held = f"{self.version}, which replica {self.replica_id} holds"
+            raise errors.StaleVersionError(f"{what} must be at least {held}, got {version}")
 
     def refuse_foreign(self, version: int, run_id: str | None) -> None:
         """Refuses a version that another run's has overtaken or equals."""
@@ -203,9 +155,12 @@ class Updates:
 
     def require_weights(self) -> None:
         if "weights" in self.asleep:
-            raise errors.TransferNotReadyError(
-                f"the weights of replica {self.replica_id} are asleep: wake_up(['weights']) first"
-            )
+            asleep = f"the weights of replica {self.replica_id} are asleep"
+            raise errors.TransferNotReadyError(f"{asleep}: wake_up(['weights']) first")
+
+    def require_whole(self) -> None:
+        if not self.whole:
+            raise errors.TransferError(f"replica {self.replica_id} holds no whole version")
 
     def _require_alive(self) -> None:
         if self._engine.errored:
@@ -231,6 +186,15 @@ class Updates:
         finally:
             self._lock.release()
 
+    def raise_failures(self, answers: Replies) -> None:
+        """Raises for the workers that failed, with this library's error type if they share one."""
+        failed = {rank: one for rank, one in enumerate(answers) if one["error"]}
+        if failed:
+            kinds = {one["error_type"] for one in failed.values()} & set(errors.__all__)
+            kind = getattr(errors, kinds.pop()) if len(kinds) == 1 else errors.TransferError
+            reasons = (f"worker {rank}: {one['error']}" for rank, one in failed.items())
+            raise kind(f"replica {self.replica_id}: " + "; ".join(reasons))
+
     async def call_workers(
         self, method: str, *args: Any, timeout_s: float, what: str = "loading"
     ) -> list[Any]:
@@ -238,16 +202,15 @@ class Updates:
 
     async def ask_workers(
         self, method: str, *args: Any, timeout_s: float = SHORT_TIMEOUT_S, what: str
-    ) -> list[dict[str, Any]]:
-        """Calls a method of every worker, and raises their failures."""
+    ) -> Replies:
         answers = await self.call_workers(method, *args, timeout_s=timeout_s, what=what)
-        raise_failures(self.replica_id, answers)
+        self.raise_failures(answers)
         return answers
 
     async def probe_workers(self) -> None:
         await self.call_workers("sync_staging_refusal", timeout_s=60.0, what="a sign of life")
 
-    async def ask(self, what: str, call: Awaitable[Any], timeout_s: float) -> Any:
+    async def ask(self, what: str, call: Awaitable[Any], timeout_s: float = SHORT_TIMEOUT_S) -> Any:
         """Awaits the engine's answer; raises if its core dies, since vLLM answers no call then."""
         answer, deadline = asyncio.ensure_future(call), Deadline(timeout_s)
         try:
@@ -264,26 +227,24 @@ class Updates:
 
     async def apply(
         self,
-        load: Callable[[float], Awaitable[list[dict[str, Any]]]],
+        load: Load,
         version: int,
         run_id: str | None,
         timeout_s: float,
-        *,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
         phases: dict[str, float] | None = None,
+        **options: Any,
     ) -> LoadReport:
-        """Pauses, has the workers load, and resumes; ``phases`` of the report came before."""
+        """Pauses as ``options`` say, loads, and resumes; ``phases`` of the report came before."""
         if self.apart:
             await self.put_together()
         self.require_weights()
         was_whole = self.whole
-        async with self.paused(mode, clear_cache, timeout_s) as pause:
+        async with self.paused(timeout_s, **options) as pause:
             self.whole = False
             answers = await load(timeout_s - (pause.reached - pause.begun))
             self._check(answers, was_whole)
             await self.commit(pause, version, str(version), run_id)
-        return pause.report(version, **_loaded(answers), **(phases or {}))
+        return pause.report(version, answers, **(phases or {}))
 
     def can_swap(self, mode: PauseMode, clear_cache: bool) -> bool:
         """Whether :meth:`swap` does what :meth:`apply` does; an incomplete engine is frozen."""
@@ -293,51 +254,43 @@ class Updates:
     async def swap(
         self, method: str, *args: Any, version: int, run_id: str | None, timeout_s: float
     ) -> LoadReport:
-        """Has the workers load between two steps of an engine that goes on, by a call of each.
-
-        They say in ``computed`` how far the step before came.
-        """
+        """Has the workers load between two steps; ``computed`` says how far the one before came."""
         self.require_weights()
         unstarted: list[RunningRequest] = []
 
-        def take(answers: list[dict[str, Any]]) -> None:
+        def take(answers: Replies) -> None:
             """Comes ahead of all that is sampled afterwards."""
-            try:
-                self._check(answers, was_whole=True)
-            except errors.SyncError as error:
-                self._end_if_torn(error)
-                raise
+            self._check(answers, was_whole=True)
             self._switch(version, answers[0]["computed"])
             unstarted.extend(self._mark_unstarted())
 
-        async with self.paused(None, clear_cache=False, timeout_s=timeout_s) as pause:
+        async with self.paused(timeout_s, None) as pause:
             self.whole = False
             call = internals.call_between_steps(self._engine, method, args, take)
             answers = await self.ask("swapping", call, timeout_s)
-            pause.loaded, pause.stood_s = time.perf_counter(), max(a["seconds"] for a in answers)
+            pause.loaded = pause.ended = time.perf_counter()
+            pause.begun = pause.reached = pause.loaded - max(one["seconds"] for one in answers)
             pause.num_restarted = await self._send_back(unstarted)
-            await self.label(str(version))
-            self._end_commit(pause, run_id)
-        return pause.report(version, **_loaded(answers))
+            await self.commit(pause, None, str(version), run_id)
+        return pause.report(version, answers)
 
-    def _check(self, answers: list[dict[str, Any]], was_whole: bool) -> None:
-        """Raises if a worker could not load."""
+    def _check(self, answers: Replies, was_whole: bool) -> None:
         if told := "; ".join(
             f"worker {rank} could not load: {one['error']}\n{one.get('traceback', '')}".rstrip()
             for rank, one in enumerate(answers)
             if one["error"]
         ):
             self.whole = was_whole and all(one.get("untouched") for one in answers)
-            raise errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
+            error = errors.SyncError(told if self.whole else f"{NOT_WHOLE}: {told}")
+            self._end_if_torn(error)
+            raise error
 
     @contextlib.asynccontextmanager
     async def paused(
-        self, mode: PauseMode | None, clear_cache: bool, timeout_s: float
+        self, timeout_s: float, mode: PauseMode | None = "keep", clear_cache: bool = False
     ) -> AsyncIterator[Pause]:
-        """Freezes the engine; on every exit it is whole and serving, or stale without requests.
-
-        Without a mode it steps on, and only requests that would enter wait.
-        """
+        """Freezes the engine; on every exit it is whole and serving, or stale without requests."""
+        # Without a mode it steps on, and only requests that would enter wait.
         before, pause = self._gate.state, Pause()
         self.set_state(ReplicaState.UPDATING)
         try:
@@ -368,36 +321,32 @@ class Updates:
         return unstarted
 
     async def _send_back(self, unstarted: list[RunningRequest]) -> int:
-        """Sends requests back to the gate."""
         # What vLLM is still preparing, which takes long with images, goes back when it is done.
         if ids := [one.engine_id for one in unstarted if one.sample is not None]:
-            await self.ask("sending back", self._engine.abort(ids), SHORT_TIMEOUT_S)
+            await self.ask("sending back", self._engine.abort(ids))
         return len(unstarted)
 
     async def commit(
-        self, pause: Pause, version: int, label: str | None, run_id: str | None
+        self, pause: Pause, version: int | None, label: str | None, run_id: str | None
     ) -> None:
         """Labels the weights, which are in place, and notes that the engine holds all of them."""
-        pause.loaded = time.perf_counter()
+        if version is not None:  # else they were switched to between two steps
+            pause.loaded = time.perf_counter()
         if label is not None:
             await self.label(label)
-        self._switch(version)
-        self._end_commit(pause, run_id)
+        if version is not None:
+            self._switch(version)
+        self.whole, self.run_id = True, run_id
+        pause.num_kept = sum(one.has_begun for one in self._gate.running.values())
 
     def _switch(self, version: int, computed: dict[str, int] | None = None) -> None:
         self._repeats = self._repeats + 1 if version == self.version else 0
         self._gate.switch(version, computed)
 
-    def _end_commit(self, pause: Pause, run_id: str | None) -> None:
-        self.whole, self.run_id = True, run_id
-        pause.num_kept = sum(one.has_begun for one in self._gate.running.values())
-
     async def label(self, label: str) -> None:
-        call = internals.set_weight_label(self._engine, label)
-        await self.ask("labelling", call, SHORT_TIMEOUT_S)
+        await self.ask("labelling", internals.set_weight_label(self._engine, label))
 
     async def put_together(self) -> None:
-        """Makes workers end the reload that an update had begun."""
         await self.ask_workers("native_abandon", what="giving up")
         self.apart = False
 
@@ -409,7 +358,7 @@ class Updates:
             return
         try:
             if is_paused:
-                await self.ask("resuming", self._engine.resume_generation(), SHORT_TIMEOUT_S)
+                await self.ask("resuming", self._engine.resume_generation())
         except BaseException as error:
             self.whole = False  # it may be frozen: only a successful load makes it serve again
             self.set_state(ReplicaState.STALE, f"the engine did not resume: {error}")
@@ -420,7 +369,6 @@ class Updates:
             self._serve_or(f"it did not reach version {self._floor}")
 
     def set_state(self, state: ReplicaState, reason: str = "") -> None:
-        """Changes the replica's state, unless it is dead or closed."""
         if not self.is_over:
             self._gate.set(state, reason)
 
@@ -449,7 +397,6 @@ class Updates:
             self._serve_or(f"it has not reached version {self._floor} yet")
 
     def drain(self) -> None:
-        """Admits no more requests, until :meth:`undrain`; those inside go on."""
         self._drains = True
         if self._gate.state is ReplicaState.SERVING:
             self.set_state(ReplicaState.DRAINING)

@@ -1,8 +1,8 @@
 """Methods that this library adds to every vLLM worker, called by ``collective_rpc``.
 
-Importing it registers the receiver with vLLM, which mixes the class into its worker class. Names
-carry a prefix, because one that collides with the worker's own fails an assertion. Failures are
-returned as data: an exception that crosses ``collective_rpc`` loses its type.
+VLLM mixes the class into its worker class. Names carry a prefix, because one that collides with the
+worker's own fails an assertion. Failures are returned as data: an exception that crosses
+``collective_rpc`` loses its type.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import pickle
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from torchrl_vllm_sync.checks import in_thread
-from torchrl_vllm_sync.engine import receiver as receiver_module
 from torchrl_vllm_sync.engine.args import STAGED_BACKEND
+from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
-from torchrl_vllm_sync.engine.reload import reload_model, repack_cpu
 from torchrl_vllm_sync.errors import (
     SyncError,
     TransferError,
@@ -35,19 +35,11 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import NOT_STAGED
 from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
-from torchrl_vllm_sync.weights.metadata import from_json
+from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
 from torchrl_vllm_sync.weights.places import device_name, device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
-
-    from vllm.config import VllmConfig
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
-
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-
+Answering = Callable[..., dict[str, Any]]
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
 PEER_DIRECTORY = Path("/dev/shm")
@@ -76,7 +68,6 @@ class PeerCopy:
             file.writelines(piece.cpu().numpy().data for piece in self._pieces(index))
 
     def take(self, index: int, source: bytes | str) -> None:
-        """Overwrites one chunk."""
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         pieces = list(self._pieces(index))
         sizes = [piece.numel() for piece in pieces]
@@ -109,7 +100,7 @@ def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return dense.reshape(-1).view(torch.uint8)
 
 
-def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+def answered(method: Callable[..., dict[str, Any] | None]) -> Answering:
     """Makes a method return its failure, and ``untouched``: whether the weights are as before."""
 
     @functools.wraps(method)
@@ -132,9 +123,6 @@ def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict
     return answer
 
 
-receiver_module.register()
-
-
 class SyncWorkerExtension:
     """Methods of a vLLM worker with which its replica's actor replaces and reads weights.
 
@@ -144,7 +132,7 @@ class SyncWorkerExtension:
     """
 
     # Of vLLM's worker.
-    vllm_config: VllmConfig
+    vllm_config: Any
     device: torch.device
     model_runner: Any
     execute_model: Callable[..., Any]
@@ -157,9 +145,9 @@ class SyncWorkerExtension:
     _sync_touched: bool = False
     _sync_peer: PeerCopy
     _sync_peer_file: str
-    _sync_staged: Future[dict[str, Any]]
+    _sync_staged: Any  # a future
     _sync_step: Any = None  # what the scheduler gave out for the last step, if that is watched
-    _native_launched: WeightTransferEngine[Any, Any] | None = None
+    _native_launched: Any = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
 
@@ -172,13 +160,8 @@ class SyncWorkerExtension:
         """VLLM sets it as soon as the weights are loaded, and then sizes the KV cache."""
         is_first, self._sync_engine = self._sync_engine is None, engine
         arena = engine.arena if isinstance(engine, BroadcastReceiver) else None
-        if is_first and arena is not None:
-            self._sync_watch_steps()
-            if engine.device.type == "cuda":
-                # The weights, which vLLM has counted, are in the arena, which it counts as well.
-                self.model_runner.model_memory_usage -= arena.num_bytes
-
-    def _sync_watch_steps(self) -> None:
+        if not is_first or arena is None:
+            return
         execute = self.execute_model
 
         def watched(step: Any, *args: Any) -> Any:
@@ -186,6 +169,9 @@ class SyncWorkerExtension:
             return execute(step, *args)
 
         self.execute_model = watched
+        if engine.device.type == "cuda":
+            # The weights, which vLLM has counted, are in the arena, which it counts as well.
+            self.model_runner.model_memory_usage -= arena.num_bytes
 
     def _sync_computed(self) -> dict[str, int]:
         """Returns of how many tokens there are keys, for each request of the last step."""
@@ -214,7 +200,6 @@ class SyncWorkerExtension:
 
     @answered
     def sync_join(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer's group; blocks until all have joined."""
         self._sync_receiver().init_transfer_engine(BroadcastInitInfo(**init_info))
 
     @answered
@@ -251,7 +236,6 @@ class SyncWorkerExtension:
         self._sync_staged = in_thread("staged-weights", lambda: answered(stage)(self))
 
     def sync_staged(self) -> dict[str, Any] | None:
-        """Returns the result of :meth:`sync_stage`, or ``None`` while it is under way."""
         return self._sync_staged.result() if self._sync_staged.done() else None
 
     @answered
@@ -264,7 +248,6 @@ class SyncWorkerExtension:
 
     @answered
     def sync_plan_writes(self, metadata: list[list[Any]]) -> dict[str, Any]:
-        """Works out where a trainer that writes puts its tensors; the model may be serving."""
         return self._sync_receiver().plan_writes(from_json(metadata))
 
     @answered
@@ -293,12 +276,12 @@ class SyncWorkerExtension:
         receiver = self.weight_transfer_engine
         return receiver.staging_refusal if isinstance(receiver, BroadcastReceiver) else ""
 
-    def sync_why_not_written(self) -> str:
-        """Why no trainer can write to this worker's memory; empty if none is known."""
-        receiver = self.weight_transfer_engine
-        if not isinstance(receiver, BroadcastReceiver) or receiver.config.backend != STAGED_BACKEND:
-            return NOT_STAGED
-        return receiver.staging_refusal or why_not_a_plan(self.vllm_config)
+    def sync_describe(self) -> tuple[str, str, str]:
+        """Returns UUID (of a GPU) and name of its device, and why no trainer can write to it."""
+        receiver, why = self.weight_transfer_engine, NOT_STAGED
+        if isinstance(receiver, BroadcastReceiver) and receiver.config.backend == STAGED_BACKEND:
+            why = receiver.staging_refusal or why_not_a_plan(self.vllm_config)
+        return device_uuid(self.device), device_name(self.device), why
 
     def sync_leave(self) -> None:
         self._sync_receiver().shutdown()
@@ -306,9 +289,13 @@ class SyncWorkerExtension:
     @answered
     def sync_peer_open(self, token: str, gives: bool) -> dict[str, Any]:
         """Prepares to give this worker's tensors to a peer, or to take a peer's."""
-        rank = self._sync_receiver().rank_in_replica
-        self._sync_peer_file = str(PEER_DIRECTORY / f"{PEER_PREFIX}{token}-{rank}")
-        if reason := self._sync_uncopyable(gives):
+        receiver = self._sync_receiver()
+        name = f"{PEER_PREFIX}{token}-{receiver.rank_in_replica}"
+        self._sync_peer_file = str(PEER_DIRECTORY / name)
+        # Pushes by a load plan prove that the tensors are all that the model computes with; a
+        # worker without one yet trusts a peer of equal settings.
+        unproven = receiver.path_reason if gives and receiver.path != "plan" else ""
+        if reason := why_not_a_plan(self.vllm_config) or unproven:
             raise TransferError(f"weights cannot be copied as they are: {reason}")
         self._sync_peer = PeerCopy(self._sync_model())
         return {"layout": self._sync_peer.layout, "num_chunks": self._sync_peer.num_chunks}
@@ -337,12 +324,10 @@ class SyncWorkerExtension:
 
     @answered
     def sync_plan_audit(self, metadata: list[list[Any]]) -> dict[str, Any]:
-        """Returns which slices of the trainer's tensors this worker computes with."""
         return {"slices": self._sync_receiver().plan_audit(from_json(metadata))}
 
     @answered
     def sync_audit(self, digest: str) -> dict[str, Any]:
-        """Returns checksums of those slices."""
         return {"checksums": checksums(self._sync_receiver().audited(digest))}
 
     @answered
@@ -351,13 +336,6 @@ class SyncWorkerExtension:
         receiver = self._sync_receiver()
         is_asked = receiver.rank_in_replica == rank
         return {"values": chunk_of(receiver.audited(digest)[at], chunk) if is_asked else b""}
-
-    def _sync_uncopyable(self, gives: bool) -> str:
-        """Why the tensors are not all that the model computes with; empty if they are."""
-        # Pushes by a load plan prove it; a worker without one yet trusts a peer of equal settings.
-        receiver = self._sync_receiver()
-        unproven = gives and receiver.path != "plan"
-        return why_not_a_plan(self.vllm_config) or (receiver.path_reason if unproven else "")
 
     def _sync_receiver(self) -> BroadcastReceiver:
         receiver = self.weight_transfer_engine
@@ -380,9 +358,7 @@ class SyncWorkerExtension:
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()
 
-    def _sync_tensors(
-        self, path: Path, metadata: list[ParamMeta]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
+    def _sync_tensors(self, path: Path, metadata: list[ParamMeta]) -> Tensors:
         return open_tensordict(path, metadata).items()
 
     def _sync_model(self) -> torch.nn.Module:
@@ -390,15 +366,13 @@ class SyncWorkerExtension:
 
     @answered
     def native_use(self, backend: str | None) -> None:
-        """Replaces the transfer engine by another one; the present one leaves its group."""
         self._native_refuse_open("another engine")
         present = self.weight_transfer_engine
         wanted = launched = self._native_launched = self._native_launched or present
         if backend is not None and (launched is None or launched.config.backend != backend):
             if backend not in (known := WeightTransferEngineFactory._registry):
-                raise UnsupportedArgumentError(
-                    f"backend must be one of {sorted(known)}, got {backend!r}"
-                )
+                rule = f"backend must be one of {sorted(known)}"
+                raise UnsupportedArgumentError(f"{rule}, got {backend!r}")
             made_of = self.vllm_config, self.device, self._sync_model()
             config = WeightTransferConfig(backend=backend)
             wanted = WeightTransferEngineFactory.create_engine(config, *made_of)
@@ -408,7 +382,6 @@ class SyncWorkerExtension:
 
     @answered
     def native_init(self, init_info: dict[str, Any]) -> None:
-        """Initialises the transfer engine; for most that is the rendezvous with the trainer."""
         self._native_refuse_open("initialising")
         engine = self._native_engine()
         self._native_ready = False
@@ -426,19 +399,13 @@ class SyncWorkerExtension:
     def native_engine_name(self) -> str:
         return type(self.weight_transfer_engine).__name__
 
-    def native_device(self) -> tuple[str, str]:
-        """Returns the UUID of this worker's GPU, empty on a CPU, and the name of its device."""
-        return device_uuid(self.device), device_name(self.device)
-
     @answered
     def native_check(self) -> None:
         """Checks that an update could begin; changes nothing."""
         engine = self._native_engine()
         if not self._native_ready:
-            raise TransferNotReadyError(
-                f"{type(engine).__name__} is not initialised: call "
-                "init_weight_transfer_engine first"
-            )
+            what = f"{type(engine).__name__} is not initialised"
+            raise TransferNotReadyError(f"{what}: call init_weight_transfer_engine first")
 
     @answered
     def native_start(self) -> None:
@@ -447,16 +414,11 @@ class SyncWorkerExtension:
         engine = self._native_engine()
         self._native_parts = 0
         if not isinstance(engine, BroadcastReceiver):
-            try:
-                with set_current_vllm_config(self.vllm_config):
-                    self.start_weight_update()
-            except BaseException:
-                self._native_abandon()
-                raise
+            with set_current_vllm_config(self.vllm_config):
+                self.start_weight_update()
 
     @answered
     def native_update(self, update_info: dict[str, Any] | list[Any]) -> None:
-        """Receives one part of an update, or all of it."""
         engine = self._native_engine()
         parts = self._native_open_parts()
         self._sync_touched = parts > 0
@@ -471,7 +433,7 @@ class SyncWorkerExtension:
         if isinstance(engine, BroadcastReceiver):
             deadline = engine.await_weights(parsed)
             self._sync_touched = True
-            engine.receive(deadline, num_passes=parsed.num_passes, direct=parsed.direct)
+            engine.receive(deadline)
         else:
             self._sync_touched = True
             with set_current_vllm_config(self.vllm_config):
@@ -480,7 +442,6 @@ class SyncWorkerExtension:
 
     @answered
     def native_finish(self) -> None:
-        """Ends an update; afterwards the model is whole."""
         self._sync_touched = True
         self._native_open_parts()
         engine = self._native_engine()
@@ -514,7 +475,7 @@ class SyncWorkerExtension:
         if self._native_parts is not None:
             raise TransferNotReadyError(f"{what} has to wait: a weight update is open")
 
-    def _native_engine(self) -> WeightTransferEngine[Any, Any]:
+    def _native_engine(self) -> Any:
         if self.weight_transfer_engine is None:
             raise TransferNotReadyError("this engine has no weight_transfer_config")
         return self.weight_transfer_engine

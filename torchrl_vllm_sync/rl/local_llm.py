@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.actor import EngineActor
+from torchrl_vllm_sync.engine.answers import AdmissionGate, SampleVersions
 from torchrl_vllm_sync.engine.args import WORKER_EXTENSION
-from torchrl_vllm_sync.engine.gate import AdmissionGate, SampleVersions
-from torchrl_vllm_sync.engine.reload import check_can_be_filled
+from torchrl_vllm_sync.engine.plan import check_can_be_filled
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, ReplicaState

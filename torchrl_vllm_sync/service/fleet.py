@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import checks, errors
-from torchrl_vllm_sync.engine.processes import END_TIMEOUT_S, end_replica
+from torchrl_vllm_sync.engine.args import END_TIMEOUT_S, end_replica
 from torchrl_vllm_sync.replica import Member, ReplicaState
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
