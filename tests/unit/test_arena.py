@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over
-from torchrl_vllm_sync.weights.p2p.memory import WeightArena, new_memory, new_range
+from torchrl_vllm_sync.weights.p2p.memory import (
+    Handover,
+    WeightArena,
+    hand_over,
+    new_memory,
+    new_range,
+)
 
 CPU = torch.device("cpu")
 

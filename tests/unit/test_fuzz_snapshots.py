@@ -20,10 +20,10 @@ from torchrl_vllm_sync.weights.snapshots.data_file import (
     DATA_FILE,
     TAG_BYTES,
     ManifestFile,
+    Snapshot,
     open_tensordict,
 )
 from torchrl_vllm_sync.weights.snapshots.files import COMMIT, CURRENT, LOCK, MARKER
-from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
 
 VERSION = 3
 TENSORS = {

@@ -19,8 +19,7 @@ from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, We
 from torchrl_vllm_sync.replica import LoadReport
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, SnapshotReader
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.checks import Deadline
     from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
+    from torchrl_vllm_sync.weights.snapshots.data_file import Snapshot
     from torchrl_vllm_sync.weights.transport import PauseMode
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     Rendezvous,
 )
 from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, metadata_digest
-from torchrl_vllm_sync.weights.p2p.handover import hand_over
-from torchrl_vllm_sync.weights.p2p.memory import WeightArena
+from torchrl_vllm_sync.weights.p2p.memory import WeightArena, hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

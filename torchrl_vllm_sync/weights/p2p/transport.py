@@ -15,7 +15,7 @@ import torch
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
-from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over, this_node
+from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.p2p.writes import (
     Mapped,
     Passed,

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
-from torchrl_vllm_sync.weights.p2p.handover import Handover
-from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+from torchrl_vllm_sync.weights.p2p.memory import Handover, new_memory, new_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
