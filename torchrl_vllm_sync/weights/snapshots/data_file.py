@@ -229,7 +229,7 @@ def map_tensordict(handle: int, path: Path, layout: DataLayout) -> TensorDict:
     # TensorDict gets to parse only a description that this module wrote for ``layout``.
     if os.pread(handle, length, size - length) != layout.trailer:
         raise SnapshotError(f"{path}: corrupted: its description is not the published one")
-    # By its handle: by its name another file might be files.opened than the one that was checked.
+    # By its handle: by its name another file might be opened than the one that was checked.
     stored = TensorDict.from_consolidated(f"/proc/self/fd/{handle}")
     for meta in layout.metadata:
         if _stored_dtype(meta.dtype) != meta.dtype:
