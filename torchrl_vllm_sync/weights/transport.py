@@ -20,6 +20,7 @@ from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from torchrl_vllm_sync.checks import Deadline
     from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 
@@ -212,6 +213,14 @@ class Members:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> PendingCalls:
         return self.client.start_calls(method, dict.fromkeys(self.incarnations, args), **kwargs)
+
+    def ask(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], deadline: Deadline, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Calls some replicas, each with its own arguments, and waits for their answers."""
+        limit_s = max(deadline.left_s, 1.0)
+        pending = self.client.start_calls(method, calls, timeout_s=limit_s, **kwargs)
+        return pending.answers(limit_s + GRACE_S)
 
     def describe(self) -> dict[str, EngineDescription]:
         """Asks each for its description, and drops those that do not answer."""

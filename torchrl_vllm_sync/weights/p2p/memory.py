@@ -21,7 +21,6 @@ import struct
 import tempfile
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,11 @@ if TYPE_CHECKING:
 
 # Of each storage's first byte: what torch's allocator gives, and kernels may count on.
 ALIGNMENT = 512
-# Of one CUDA handle. Mapping 16 GiB takes 2.0 ms in these, 5.5 in 256 MiB and 20 in 64 MiB (H200).
+# Of one CUDA handle, or more. Mapping 16 GiB takes 2.0 ms in these, 5.5 in 256 MiB and 20 in 64 MiB
+# (H200).
 HANDLE_BYTES = 2**30
+# The kernel takes no more in one message (SCM_MAX_FD).
+MAX_DESCRIPTORS = 253
 
 
 # ---- Host
@@ -68,9 +70,9 @@ class HostMemory:
                 os.close(self._fd)
                 raise TransferError(f"no {num_bytes / 1e9:.2f} GB of memory: {error}") from error
         else:
-            (self._fd,) = descriptors
-            if os.fstat(self._fd).st_size != self.num_bytes:
+            if [os.fstat(one).st_size for one in descriptors] != [self.num_bytes]:
                 raise TransferError(f"the memory given is not of {self.num_bytes} bytes")
+            self._fd = os.dup(descriptors[0])
 
     def export(self) -> list[int]:
         """Returns file descriptors that another process opens it by, the receiver's own."""
@@ -113,24 +115,7 @@ class HostRange:
 # ---- CUDA
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _AllocationProperties(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("requestedHandleTypes", ctypes.c_int),
-        ("location", _Location),
-        ("win32HandleMetaData", ctypes.c_void_p),
-        ("allocFlags", ctypes.c_ubyte * 8),
-    )
-
-
-class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
+_ulong = ctypes.c_ulonglong
 # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PINNED, _POSIX, _DEVICE, _READ_WRITE = 1, 1, 1, 3
@@ -151,15 +136,23 @@ def _cuda(function: str, *args: Any) -> None:
         raise TransferError(f"{function} failed: {name}")
 
 
-def _properties(device: torch.device) -> _AllocationProperties:
-    return _AllocationProperties(_PINNED, _POSIX, _Location(_DEVICE, device.index))
+def _properties(device: torch.device) -> Any:
+    """A ``CUmemAllocationProp``: its type, the handle's, and the location; 16 bytes are zero."""
+    return ctypes.byref((ctypes.c_int * 8)(_PINNED, _POSIX, _DEVICE, device.index))
 
 
 def _granularity(device: torch.device) -> int:
+    torch.cuda.synchronize(device)  # makes the device's context current
     found, minimum = ctypes.c_size_t(), 0
-    properties = ctypes.byref(_properties(device))
-    _cuda("cuMemGetAllocationGranularity", ctypes.byref(found), properties, minimum)
+    _cuda("cuMemGetAllocationGranularity", ctypes.byref(found), _properties(device), minimum)
     return found.value
+
+
+def handle_sizes(num_bytes: int, unit: int) -> list[int]:
+    """Cuts whole units of memory into no more handles than one message takes beside a plan."""
+    least = -(-num_bytes // (unit * (MAX_DESCRIPTORS - 1))) * unit
+    each = max(HANDLE_BYTES, least)
+    return [min(each, num_bytes - at) for at in range(0, num_bytes, each)]
 
 
 class CudaMemory:
@@ -168,12 +161,9 @@ class CudaMemory:
     def __init__(
         self, num_bytes: int, device: torch.device, descriptors: Sequence[int] | None = None
     ) -> None:
-        torch.cuda.synchronize(device)  # makes the device's context current
         unit = _granularity(device)
         self.num_bytes = -(-num_bytes // unit) * unit
-        self.sizes = [
-            min(HANDLE_BYTES, self.num_bytes - at) for at in range(0, self.num_bytes, HANDLE_BYTES)
-        ]
+        self.sizes = handle_sizes(self.num_bytes, unit)
         self.handles: list[int] = []
         if descriptors is not None and len(descriptors) != len(self.sizes):
             raise TransferError(f"{len(self.sizes)} handles were expected, not {len(descriptors)}")
@@ -181,9 +171,8 @@ class CudaMemory:
             for at, size in enumerate(self.sizes):
                 handle = ctypes.c_ulonglong()
                 if descriptors is None:
-                    properties = ctypes.byref(_properties(device))
-                    length = ctypes.c_size_t(size)
-                    _cuda("cuMemCreate", ctypes.byref(handle), length, properties, _ulong(0))
+                    wanted = ctypes.c_size_t(size), _properties(device)
+                    _cuda("cuMemCreate", ctypes.byref(handle), *wanted, _ulong(0))
                 else:
                     shared = ctypes.c_void_p(descriptors[at])
                     _cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), shared, _POSIX)
@@ -191,21 +180,12 @@ class CudaMemory:
         except TransferError:
             self.close()
             raise
-        finally:
-            for one in descriptors or ():
-                os.close(one)
 
     def export(self) -> list[int]:
         found: list[int] = []
         for handle in self.handles:
-            fd = ctypes.c_int()
-            _cuda(
-                "cuMemExportToShareableHandle",
-                ctypes.byref(fd),
-                _ulong(handle),
-                _POSIX,
-                _ulong(0),
-            )
+            fd, wanted = ctypes.c_int(), (_ulong(handle), _POSIX, _ulong(0))
+            _cuda("cuMemExportToShareableHandle", ctypes.byref(fd), *wanted)
             found.append(fd.value)
         return found
 
@@ -218,7 +198,6 @@ class CudaRange:
     """Addresses that ``device`` reads and writes; the memory may be another GPU's."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
         unit = _granularity(device)
         self._num_bytes, self._device = -(-num_bytes // unit) * unit, device
         address, zero = ctypes.c_ulonglong(), _ulong(0)
@@ -236,12 +215,17 @@ class CudaRange:
             length, at = ctypes.c_size_t(size), _ulong(self._address + offset)
             _cuda("cuMemMap", at, length, ctypes.c_size_t(0), _ulong(handle), zero)
             offset += size
-        access = _Access(_Location(_DEVICE, self._device.index), _READ_WRITE)
+        access = (ctypes.c_int * 3)(_DEVICE, self._device.index, _READ_WRITE)  # CUmemAccessDesc
         whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
         self._is_shown = True
         if not self.data.numel():  # torch looks at the memory once
-            self.data = torch.as_tensor(_Described(self), device=self._device)
+            self.data = torch.as_tensor(self, device=self._device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        described = {"shape": (self._num_bytes,), "typestr": "|u1", "data": (self._address, False)}
+        return described | {"version": 3, "strides": None}
 
     def close(self) -> None:
         """Gives the addresses back: nothing may hold ``data`` any more."""
@@ -253,43 +237,28 @@ class CudaRange:
         self._num_bytes = 0
 
 
-_ulong = ctypes.c_ulonglong
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A range as torch takes it over (CUDA Array Interface, version 3)."""
-
-    range: CudaRange
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        of = self.range
-        described = {"shape": (of._num_bytes,), "typestr": "|u1", "data": (of._address, False)}
-        return described | {"version": 3, "strides": None}
-
-
 Memory = HostMemory | CudaMemory
-Range = HostRange | CudaRange
 
 
 def new_memory(
     num_bytes: int, device: torch.device, descriptors: Sequence[int] | None = None
 ) -> Memory:
-    """Allocates memory on a device, or opens what another process exported."""
-    if device.type == "cuda":
-        return CudaMemory(num_bytes, device, descriptors)
-    return HostMemory(num_bytes, descriptors)
+    """Allocates memory on a device, or opens what another process exported, and closes that."""
+    try:
+        if device.type == "cuda":
+            return CudaMemory(num_bytes, device, descriptors)
+        return HostMemory(num_bytes, descriptors)
+    finally:
+        for one in descriptors or ():
+            os.close(one)
 
 
-def new_range(num_bytes: int, device: torch.device) -> Range:
+def new_range(num_bytes: int, device: torch.device) -> HostRange | CudaRange:
     return CudaRange(num_bytes, device) if device.type == "cuda" else HostRange(num_bytes)
 
 
 # ---- Handed over
 
-# The kernel takes no more in one message (SCM_MAX_FD): a quarter of a terabyte in handles of 1 GiB.
-MAX_DESCRIPTORS = 253
 MAX_HEADER_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 # Seconds between looks at whether a wait is in vain.
@@ -316,7 +285,7 @@ def _check_peer(connection: socket.socket) -> None:
 
 
 class Handover:
-    """The end that takes: a folder that only its user can enter."""
+    """The end that takes descriptors, in a folder that only its user can enter."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="torchrl_vllm_sync-p2p-"))
@@ -329,10 +298,7 @@ class Handover:
     def take(
         self, deadline: float, watch: Callable[[], None] | None = None
     ) -> tuple[dict[str, object], list[int]]:
-        """Returns what one says and sends; until a time of ``time.monotonic()``.
-
-        ``watch`` is called meanwhile, and may raise.
-        """
+        """Returns what one says and sends; meanwhile calls ``watch``, which may raise."""
         said, descriptors = b"", list[int]()
         while watch is not None and time.monotonic() < deadline:
             if _readable(self._listener, POLL_S):
@@ -352,7 +318,6 @@ class Handover:
         return json.loads(said), descriptors
 
     def close(self) -> None:
-        """Idempotent."""
         self._finalizer()
 
 
@@ -368,10 +333,7 @@ def hand_over(
     timeout_s: float,
     watch: Callable[[], None] | None = None,
 ) -> None:
-    """The end that gives; the descriptors are closed here.
-
-    With ``watch``, which may raise, it waits until the other end has them.
-    """
+    """Gives descriptors, closed here; with ``watch``, which may raise, waits until they arrive."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(timeout_s)
@@ -391,9 +353,7 @@ def hand_over(
 
 
 class WeightArena:
-    """Two memories as large as the model's parameters: one is served, the other free to be written.
-
-    Made when the weights are loaded and before graphs are captured, which hold the addresses.
+    """Two memories for the model's parameters: one is served, the other free to be written.
 
     Nobody can keep a process that has begun to write from going on, such as one that was stopped.
     When another run begins, what the first one had is served no more: the arena takes new memory.
