@@ -1,8 +1,7 @@
 """Buckets of a push: cut, packed, sent and received alike on the trainer and in every engine.
 
-A push is a stream of its tensors in the order of the metadata. It is cut into buckets of bounded
-size between rows (indices of the first dimension), so that an engine that holds a slice of every
-row (tensor parallelism) still finds whole rows.
+The stream of its tensors is cut into buckets of bounded size between rows (indices of the first
+dimension), so that an engine that holds a slice of every row (tensor parallelism) finds whole rows.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.broadcast.group import left_s
-from torchrl_vllm_sync.weights.metadata import checked, metadata_digest
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch, left_s
+from torchrl_vllm_sync.weights.metadata import ParamMeta, checked, metadata_digest
 from torchrl_vllm_sync.weights.module import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import torch.distributed as dist
-
-    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
 # Three of these on each side keep an NVLink busy and take 384 MiB.
@@ -172,8 +166,7 @@ def _cut_copy(
 ) -> Iterator[tuple[int, _Part]]:
     """Yields what each bucket holds of ``copy``, or of a part of it, and the bucket's number.
 
-    That begins at element ``source`` of the tensor of the push and at element ``offset`` of the
-    target's storage; ``pieces`` are the tensor's, in order, with their buckets' numbers.
+    It begins at element ``source`` of the push's tensor and ``offset`` of the target's storage.
     """
     (size, stride, target_stride), *others = dims or ((1, 0, 0),)
     inner = tuple(others)
@@ -268,9 +261,8 @@ class BoundBucket:
 
 # ---- Sending and receiving: one bucket is packed while another is on its way
 #
-# A few buffers are used in turn. On CUDA nothing here waits on the host: a buffer is packed again
-# only after its broadcast, and received into again only after its unpacking, by the order of work
-# on the group's stream.
+# A few buffers are used in turn. On CUDA nothing here waits on the host: the order of work on the
+# group's stream lets a buffer be packed after its broadcast, and received into after its unpacking.
 
 NUM_BUFFERS = 3
 
@@ -287,43 +279,34 @@ def send_buckets(
     layout: BucketLayout,
     buffers: Sequence[torch.Tensor],
     pack: Callable[[int, torch.Tensor], None],
-    *,
-    deadline: float,
-    watch: Watch = None,
+    **limits: Any,
 ) -> None:
     """Packs and broadcasts every bucket; on CUDA it only queues the work."""
-    works: deque[dist.Work] = deque()
     with group.side_stream():
-        for index, bucket in enumerate(layout.buckets):
-            buffer = buffers[index % len(buffers)]
-            if len(works) == len(buffers):
-                group.wait(works.popleft(), watch)
-            pack(index, buffer)
-            works.append(group.broadcast(buffer[: bucket.num_bytes], timeout_s=left_s(deadline)))
-        for work in works:
-            group.wait(work, watch)
+        deque(receive_buckets(group, layout, buffers, pack, **limits), maxlen=0)
 
 
 def receive_buckets(
-    group: BroadcastGroup, layout: BucketLayout, buffers: Sequence[torch.Tensor], *, deadline: float
+    group: BroadcastGroup,
+    layout: BucketLayout,
+    buffers: Sequence[torch.Tensor],
+    pack: Callable[[int, torch.Tensor], None] | None = None,
+    *,
+    deadline: float,
+    watch: Watch = None,
 ) -> Iterator[int]:
-    """Receives every bucket in turn; yields its number while what reads its buffer may be queued.
-
-    Iterate inside ``group.side_stream()``.
-    """
-    works: deque[dist.Work] = deque()
-
-    def ask(index: int) -> None:
+    """Receives, in ``side_stream``, or packs and sends; yields numbers of buffers to be read."""
+    works: deque[torch.distributed.Work] = deque()
+    for index in range(len(layout.buckets) + len(buffers)):
+        if index >= len(buffers):
+            group.wait(works.popleft(), watch)
+            yield index - len(buffers)
         if index < len(layout.buckets):
-            buffer = buffers[index % len(buffers)][: layout.buckets[index].num_bytes]
-            works.append(group.broadcast(buffer, timeout_s=left_s(deadline)))
-
-    for index in range(len(buffers)):
-        ask(index)
-    for index in range(len(layout.buckets)):
-        group.wait(works.popleft())
-        yield index
-        ask(index + len(buffers))
+            buffer = buffers[index % len(buffers)]
+            if pack is not None:  # on the trainer
+                pack(index, buffer)
+            sent = buffer[: layout.buckets[index].num_bytes]
+            works.append(group.broadcast(sent, timeout_s=left_s(deadline)))
 
 
 # ---- Sending tensors from where they lie, without buckets
@@ -357,7 +340,7 @@ def broadcast_tensors(
 ) -> None:
     """Broadcasts ``tensors`` in place, on CUDA queued only: the trainer's to all other ranks."""
     with group.side_stream():
-        works: list[dist.Work] = []
+        works: list[torch.distributed.Work] = []
         for first in range(0, len(tensors), GROUP_TENSORS):
             some = tensors[first : first + GROUP_TENSORS]
             works += group.broadcast_together(some, timeout_s=left_s(deadline))
