@@ -368,7 +368,13 @@ class WeightArena:
             if num_bytes and key not in places:
                 places[key] = self.num_bytes
                 self.num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        self._require(self.num_bytes)
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if free < self.num_bytes:
+                raise TransferError(
+                    f"staged weights need {self.num_bytes / 1e9:.2f} GB on {device} beside the "
+                    f"model, {free / 1e9:.2f} GB are free"
+                )
         self._numbers: list[int] = [0, 1]
         self._memories: list[Memory] = [new_memory(self.num_bytes, device)]
         self._live, self._spare = (new_range(self.num_bytes, device) for _ in range(2))
@@ -396,15 +402,6 @@ class WeightArena:
             begin = flat.storage_offset() + parameter.storage_offset()
             parameter.data = flat.as_strided(parameter.shape, parameter.stride(), begin)
 
-    def _require(self, num_bytes: int) -> None:
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            if free < num_bytes:
-                raise TransferError(
-                    f"staged weights need {num_bytes / 1e9:.2f} GB on {self._device} beside the "
-                    f"model, {free / 1e9:.2f} GB are free"
-                )
-
     def place(self, tensor: torch.Tensor) -> int | None:
         """Offset in bytes of a tensor of the model; ``None`` if it is not in the arena."""
         if storage_key(tensor) != storage_key(self._live.data):
@@ -413,19 +410,15 @@ class WeightArena:
 
     def counterpart(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same place in the memory that is not served."""
-        flat = self._spare.data
+        flat, storage = self._spare.data, tensor.untyped_storage()
         if self.place(tensor) is None:
-            flat = self._beside_of(tensor.untyped_storage())
+            if storage.data_ptr() not in self._beside:
+                live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+                self._beside[storage.data_ptr()] = live, live.clone()
+            flat = self._beside[storage.data_ptr()][1]
         flat = flat[: flat.numel() // tensor.element_size() * tensor.element_size()]
-        return flat.view(tensor.dtype).as_strided(
-            tensor.shape, tensor.stride(), tensor.storage_offset()
-        )
-
-    def _beside_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        if (pointer := storage.data_ptr()) not in self._beside:
-            live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            self._beside[pointer] = live, live.clone()
-        return self._beside[pointer][1]
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return flat.view(tensor.dtype).as_strided(*place)
 
     def open(self) -> None:
         """Puts the memory that is not served behind the addresses of :meth:`counterpart`."""

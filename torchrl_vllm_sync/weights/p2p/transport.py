@@ -18,17 +18,13 @@ from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.places import sending_device
-from torchrl_vllm_sync.weights.source import sharded_of, views_of
-from torchrl_vllm_sync.weights.transport import failed, raise_exceptions
+from torchrl_vllm_sync.weights.source import WeightSource, sharded_of, views_of
+from torchrl_vllm_sync.weights.transport import Members, Push, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.p2p.writes import Cuts
     from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +48,14 @@ class Worker:
         mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine)
         self.memories[number] = mapped
 
-    def use(self, number: int) -> None:
+    def use(self, number: int) -> writes.Mapped:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
-        self.memories[number] = self.memories.pop(number)
+        self.memories[number] = used = self.memories.pop(number)
         while len(self.memories) > 2:
             self.memories.pop(next(iter(self.memories))).close()
+        return used
 
-    def split(self, cuts: Cuts, origins: Mapping[str, Origin]) -> set[str]:
+    def split(self, cuts: writes.Cuts, origins: Mapping[str, Origin]) -> set[str]:
         """Leaves to every rank what it can write; returns which tensors are written whole."""
         rows, self.rows, left = self.rows, [], set[str]()
         for row in rows:
@@ -82,7 +79,7 @@ class Shards:
 
     source: ShardedModuleSource
     renamed: Renaming
-    cuts: Cuts
+    cuts: writes.Cuts
     # Tokens of the memories that all other ranks know; ``None`` if there are none.
     known: set[str] | None
     # What they lack: whose memory of which number, and its descriptors.
@@ -145,14 +142,19 @@ class P2PTransport:
             UnsupportedArgumentError: An engine is on another host or kind of device, which the
                 message names.
         """
-        for name in [
-            one for one in self._joined if members.incarnations.get(one) != self._joined[one]
-        ]:
-            self._drop(name)
-        new = members.incarnations.keys() - self._joined.keys()
-        if not new:
+        for name, incarnation in list(self._joined.items()):
+            if members.incarnations.get(name) != incarnation:
+                self._drop(name)
+        if not members.incarnations.keys() - self._joined.keys():
             return
-        _check_node(engines := members.describe())
+        engines, here = members.describe(), this_node()
+        for name, one in engines.items():
+            if one.node_id != here:
+                raise UnsupportedArgumentError(
+                    f"the p2p transport needs trainer and engines on one host, and replica {name} "
+                    f"is on {one.node_id or 'an unknown one'}, the trainer on {here}: use the "
+                    "broadcast transport"
+                )
         self._device = sending_device(self.name, engines, source, self._given_device)
         self._handover = self._handover or Handover()
 
@@ -234,10 +236,11 @@ class P2PTransport:
         """Asks which memory is to be written to, and takes those that a rank does not know."""
         assert self._handover is not None
 
+        ranks = None if shards is None else shards.known
+
         def numbers(worker: Worker) -> list[int]:
-            known = None if shards is None else shards.known
             held = worker.memories.items()
-            return [number for number, one in held if known is None or one.token in known]
+            return [number for number, one in held if ranks is None or one.token in ranks]
 
         known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
         # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
@@ -263,14 +266,11 @@ class P2PTransport:
             if shards is not None:
                 shards.new.append((worker, number, [*map(os.dup, descriptors)]))
             worker.bind(number, self._device, descriptors)
-        for name in answers.keys() - failed(answers):
-            for worker, number in zip(self._workers[name], answers[name], strict=True):
-                worker.use(number)
         return answers
 
     def _write(self, source: WeightSource, numbers: dict[str, Any], shards: Shards | None) -> None:
         mapped = [
-            worker.memories[number]
+            worker.use(number)
             for name, of in numbers.items()
             for worker, number in zip(self._workers[name], of, strict=True)
         ]
@@ -306,15 +306,6 @@ class P2PTransport:
         if self._handover is not None:
             self._handover.close()
         self._forget()
-
-
-def _check_node(engines: Mapping[str, EngineDescription]) -> None:
-    """Refuses engines whose memory this process cannot reach."""
-    need, here = "the p2p transport needs trainer and engines on one host, and", this_node()
-    for name, one in engines.items():
-        if one.node_id != here:
-            where = f"replica {name} is on {one.node_id or 'an unknown one'}, the trainer on {here}"
-            raise UnsupportedArgumentError(f"{need} {where}: use the broadcast transport")
 
 
 def _shards(source: WeightSource) -> Shards | None:

@@ -34,19 +34,15 @@ MOST_PARTS = 1024
 
 
 class Cut(NamedTuple):
-    """What a rank holds of a tensor of ``outer * size * inner`` elements, and what it writes.
-
-    Of the middle dimension it holds ``held`` indices from ``first`` on. Where several ranks hold
-    the same, each writes a part of them: from ``begin`` to ``end``.
-    """
+    """What a rank holds of a tensor of ``outer * size * inner`` elements, and what it writes."""
 
     outer: int
     size: int
     inner: int
-    first: int
-    held: int
-    begin: int
-    end: int
+    first: int  # index in the middle dimension, from which on it holds
+    held: int  # so many
+    begin: int  # of these it writes as many as others do that hold the same: from here
+    end: int  # to here
 
 
 Cuts = dict[str, Cut | None]  # by name; see ``cut_of``
@@ -251,7 +247,9 @@ class ShardWriter:
                 continue
             expected.remove(token)
             plan, *memory = descriptors
-            rows = _read_plan(plan)
+            with os.fdopen(plan, "rb") as file:  # whose position several processes share
+                size = os.fstat(plan).st_size
+                rows: list[Row] = msgspec.msgpack.decode(os.pread(file.fileno(), size, 0))
             cuts = {name: self._cuts[name] for name in {row[0] for row in rows}}
             mine = [one for row in rows if (cut := cuts[row[0]]) for one in parts(row, cut) or ()]
             num_bytes = int(str(said["num_bytes"]))
@@ -277,8 +275,3 @@ def plan_file(rows: list[Row]) -> int:
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(msgspec.msgpack.encode(rows))
     return fd
-
-
-def _read_plan(fd: int) -> list[Row]:
-    with os.fdopen(fd, "rb") as file:  # whose position several processes share
-        return msgspec.msgpack.decode(os.pread(fd, os.fstat(file.fileno()).st_size, 0))

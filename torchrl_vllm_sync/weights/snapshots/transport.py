@@ -16,39 +16,24 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
+
+import torch
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
-from torchrl_vllm_sync.weights.metadata import checked
+from torchrl_vllm_sync.weights.metadata import ParamMeta, checked
 from torchrl_vllm_sync.weights.snapshots import data_file, files
-from torchrl_vllm_sync.weights.snapshots.data_file import (
-    DATA_FILE,
-    FOLDER,
-    DataFile,
-    DataLayout,
-    Manifest,
-)
-from torchrl_vllm_sync.weights.source import views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, PhaseTimes
+from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, Manifest
+from torchrl_vllm_sync.weights.source import WeightSource, views_of
+from torchrl_vllm_sync.weights.transport import GRACE_S, Members, PhaseTimes, Push
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from typing import Self
-
-    import torch
-
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push
-
-    Tensors = Iterable[tuple[str, torch.Tensor]]
-
+Tensors = Iterable[tuple[str, torch.Tensor]]
 # How long a publish waits when readers hold all slots.
 SLOT_TIMEOUT_S = 5.0
 _POLL_S = 0.01
@@ -57,11 +42,10 @@ _POLL_S = 0.01
 class Store:
     """The folders of one directory, each with one version.
 
-    For each version: ``begin``, write into the file, ``complete``; after the manifest has moved,
-    ``collect``. A folder is free if it is neither current nor being read. Layout ``slots``, for one
-    host, writes again the oldest free one, whose pages exist already, or else makes one more, up to
-    a limit. Layout ``versions``, for file systems that hosts share, always makes one: a host may
-    serve a page from its cache for ever, so no byte of a visible file changes. The last two stay.
+    A folder is free if it is neither current nor being read. Layout ``slots``, for one host, writes
+    again the oldest free one, whose pages exist already, or makes one more, up to a limit. Layout
+    ``versions``, for shared file systems, always makes one, and keeps two: a host may serve a page
+    from its cache for ever, so no byte of a visible file changes.
     """
 
     def __init__(
@@ -134,7 +118,7 @@ class Store:
 
     def _on_disk(self) -> dict[str, int]:
         """Every folder of a version, and the epoch of the writer that made it."""
-        matches = map(FOLDER.fullmatch, files.list_folder(self._directory))
+        matches = map(data_file.FOLDER.fullmatch, files.list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
     def _others(self) -> list[str]:
@@ -183,7 +167,7 @@ class Store:
         files.remove_folder(self._directory / name)
 
     def _path(self, name: str) -> Path:
-        return self._directory / name / DATA_FILE
+        return self._directory / name / data_file.DATA_FILE
 
     def _written_at(self, name: str) -> int:
         """When the file in a folder was last tagged; 0 if there is none."""
@@ -442,7 +426,9 @@ class SnapshotWriter:
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "torchrl_vllm_sync-"
 # Everything that a writer makes in a snapshot directory.
-_OWN_NAME = re.compile(rf"{files.OWN_FILE.pattern}|{FOLDER.pattern}(/{re.escape(DATA_FILE)})?")
+_OWN_NAME = re.compile(
+    rf"{files.OWN_FILE.pattern}|{data_file.FOLDER.pattern}(/{re.escape(data_file.DATA_FILE)})?"
+)
 
 
 class MemmapTransport:
