@@ -398,7 +398,6 @@ class BroadcastReceiver(WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateI
 
     def _await_end(self, group: BroadcastGroup, deadline: float, poll_s: float) -> None:
         group.synchronize(deadline=deadline, watch=group.raise_if_given_up, poll_s=poll_s)
-        group.follow()
 
     @torch.no_grad()
     def _load(self, plan: LoadPlan, deadline: float, direct: bool, poll_s: float = SPIN_S) -> None:

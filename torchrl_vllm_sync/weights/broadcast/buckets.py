@@ -33,7 +33,6 @@ class Piece:
     """Consecutive rows of one tensor, in one bucket; a scalar is one row."""
 
     meta: ParamMeta  # the tensor they belong to, with its dtype on the wire
-    index: int  # position of the tensor in the metadata
     byte_offset: int  # where they begin in the bucket; a multiple of the dtype's size
     first_element: int  # offset in the full, contiguous tensor
     num_elements: int
@@ -68,7 +67,7 @@ class BucketLayout:
 def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
     pieces: list[Piece] = []
     filled = 0
-    for index, meta in enumerate(metadata):
+    for meta in metadata:
         if not meta.num_elements:
             continue
         row, num_rows = 0, meta.shape[0] if meta.shape else 1
@@ -86,7 +85,7 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
                 yield Bucket(tuple(pieces), filled)
                 pieces, filled = [], 0
                 continue
-            pieces.append(Piece(meta, index, start, row * row_elements, fitting * row_elements))
+            pieces.append(Piece(meta, start, row * row_elements, fitting * row_elements))
             filled = start + fitting * row_bytes
             row += fitting
     if pieces:
@@ -377,16 +376,16 @@ class StreamingPacker:
     ) -> None:
         self._layout = layout
         self._items, self._device = checked(source, layout.metadata), device
-        self._index, self._tensor = -1, torch.empty(0)  # the one taken last
+        self._meta, self._tensor = None, torch.empty(0)  # the one taken last
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
         """Fills ``buffer`` with bucket ``index``; buckets must be asked for in order."""
         for piece in self._layout.buckets[index].pieces:
-            while self._index < piece.index:
-                meta, tensor = next(self._items)
-                check_device(meta.name, tensor, self._device)
-                self._index, self._tensor = self._index + 1, tensor.detach()
+            while self._meta is not piece.meta:
+                self._meta, tensor = next(self._items)
+                check_device(self._meta.name, tensor, self._device)
+                self._tensor = tensor.detach()
             rows = self._tensor
             if rows.dim():
                 size = piece.meta.num_elements // len(rows)

@@ -211,8 +211,7 @@ class BroadcastGroup:
     ) -> None:
         self.rank, self.rendezvous, self.device = rank, rendezvous, device
         self._store: BoundedStore | None = store
-        # Of torch's own kinds, whose type stubs lack most methods.
-        self._group: Any = None
+        self._group: Any = None  # of torch's own kinds, whose type stubs lack most methods
         self._under_way: deque[dist.Work] = deque()  # with Gloo
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
@@ -299,9 +298,7 @@ class BroadcastGroup:
         if self._group is None:
             raise TransferError(CLOSED)
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = TRAINER_RANK, 0
-        options.timeout = timedelta(seconds=timeout_s)
-        options.asyncOp = True
+        options.rootRank, options.timeout = TRAINER_RANK, timedelta(seconds=timeout_s)
         work = self._group.broadcast([tensor], options)
         if self._stream is None:
             while self._under_way and self._under_way[0].is_completed():
@@ -363,11 +360,6 @@ class BroadcastGroup:
                 undo.pop_all()
                 return
         raise TransferError("the transfer did not end in time")
-
-    def follow(self) -> None:
-        """Makes the current stream wait for everything queued by this group."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def abort(self) -> None:
         """Aborts the communicator, whatever it is doing: no tensor is written to any more."""
@@ -458,7 +450,7 @@ class BroadcastGroup:
             if self.store.check([ONE_CHANNEL]):  # all ranks must have as many
                 options.config.min_ctas = options.config.max_ctas = 1
             return dist.ProcessGroupNCCL(store, self.rank, world_size, options)
-        at, peer = {"interface": self.rendezvous.interface}, self.rendezvous.address
+        peer, at = self.rendezvous.address, {"interface": self.rendezvous.interface or ""}
         if not at["interface"]:  # this host's address on the route there; nothing is sent
             family = socket.AF_INET6 if ":" in peer else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
