@@ -161,14 +161,12 @@ class ManifestFile:
 
 
 class DataFile:
-    """One data file open for writing.
+    """One data file open for writing."""
 
-    In memory a reused file stays mapped for the next version: one copy, no page faults. Its blocks
-    are allocated first, since a full tmpfs answers a store with SIGBUS, and its pages faulted in by
-    several threads: one took 28 of a push's 60 s for 61 GB (``acquire`` in
-    ``benchmarks/results/fsdp_expert_parallel_shared_h200x2_2026-11-22.json``). Elsewhere ``pwrite``
-    is faster: flushing a mapped page makes the next store to it fault again.
-    """
+    # In memory a reused file stays mapped for the next version: one copy, no page faults. Its
+    # blocks are allocated first, since a full tmpfs answers a store with SIGBUS, and its pages
+    # faulted in by several threads. Elsewhere ``pwrite`` is faster: flushing a mapped page makes
+    # the next store to it fault again.
 
     def __init__(self, path: Path, layout: DataLayout, *, allocate: bool, mapped: bool) -> None:
         self.path, self.layout = path, layout
@@ -198,10 +196,7 @@ class DataFile:
         return stored
 
     def tag(self, tag: bytes = bytes(TAG_BYTES)) -> None:
-        """Marks which version the file holds; none from before its first byte until after the last.
-
-        An unchanged tag after the last read therefore means unchanged bytes.
-        """
+        """Marks which version the file holds: none while it is written, so readers see changes."""
         _pwrite(self._handle, tag, 0)
         # Stores through a mapping may leave it as it is, and the file system's clock is coarse.
         now = time.time_ns()
@@ -259,7 +254,7 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fault_in(pages: NDArray[np.uint8]) -> None:
-    """Writes a byte to every page from several threads: the kernel zeroes pages one by one."""
+    """Writes to every page from several threads: one took 28 of a push's 60 s for 61 GB."""
 
     def touch(start: int) -> None:
         pages[start : start + FAULT_BYTES : mmap.PAGESIZE] = 0
@@ -302,10 +297,9 @@ _Piece = tuple[torch.Tensor, torch.Tensor | None]
 class TensorWriter:
     """Copies tensors into a data file piece by piece, and hashes each piece while it is in cache.
 
-    In a ``with`` block, :meth:`add` every tensor, then :meth:`finish`; after the block no thread
-    uses the file any more. Each tensor is one thread's, so that several are under way. Those of a
-    GPU pass through page-locked ``buffers``, made if that list is empty and left to the next
-    writer: the calling thread copies them out, in its stream's order, and the others store them.
+    Each tensor is one thread's; none uses the file after the ``with`` block. Those of a GPU pass
+    through page-locked ``buffers``, made if that list is empty and left to the next writer: the
+    calling thread copies them out, in its stream's order, and the others store them.
     """
 
     def __init__(
@@ -423,15 +417,12 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One version inside ``SnapshotReader.read``: its manifest, and its mapped tensors by name.
-
-    ``tensordict`` is locked and lies in the writer's file: copy what is to outlive the ``with``
-    block, and write into none of its tensors.
-    """
+    """One version inside ``SnapshotReader.read``: its manifest, and its mapped tensors by name."""
 
     path: Path
     handle: int
     manifest: Manifest
+    # Locked, and in the writer's file: copy what is to outlive the block, and write into none.
     tensordict: TensorDict
 
     @property
@@ -448,11 +439,9 @@ class Snapshot:
             yield meta.name, self.tensordict.get(meta.name)
 
     def validate(self) -> None:
-        """Checks, after the tensors were used, that they were this version all the time.
-
-        No writer touches a file that is locked, but locks may not reach other hosts; and the
-        directory may have been removed, or made anew.
-        """
+        """Checks, after the tensors were used, that they were this version all the time."""
+        # No writer touches a file that is locked, but locks may not reach other hosts; and the
+        # directory may have been removed, or made anew.
         with files.storage_errors(f"{self.path}: validating"):
             same = False
             with suppress(FileNotFoundError), files.opened(self.path) as handle:
@@ -533,8 +522,8 @@ class SnapshotReader:
             newer_than: Version that was applied already; None reads whatever is current.
 
         Raises:
-            SnapshotError: Data or manifest are damaged (named), or the directory is unusable, or
-                was removed or made anew while it was read.
+            SnapshotError: Data or manifest are damaged, or the directory is unusable, or was
+                removed or made anew while it was read.
         """
         with ExitStack() as lock:
             snapshot = self._open_current(lock, newer_than)

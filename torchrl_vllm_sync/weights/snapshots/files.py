@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -360,8 +360,9 @@ class WriterLock:
     def acquire(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> None:
         """Becomes the owner, inside a ``commit``; removes what others left to be removed."""
         found = Owner.before(self._directory, layout, run_id, takeover=takeover)
-        me = astuple(ProcessIdentity.current())
-        last = found or Owner(*me, run_id or secrets.token_hex(16), layout, 0, True, 1)
+        me: dict[str, Any] = asdict(ProcessIdentity.current()) | {"layout": layout}
+        me["run_id"] = run_id or (found.run_id if found else secrets.token_hex(16))
+        last = found or Owner(**me, epoch=0, released=True, reusable_from=1)
         gone, path = last.released or last.is_gone(), self._directory / LOCK
         handle = open_file(path, os.O_RDWR | os.O_CREAT)
         locked = not take_lock(handle)
@@ -387,7 +388,7 @@ class WriterLock:
         epoch = last.epoch + 1
         # Carried on: one that was replaced alive may resume long after its successor has ended.
         reusable_from = last.reusable_from if gone else epoch
-        self.owner = Owner(*me, run_id or last.run_id, layout, epoch, False, reusable_from)
+        self.owner = Owner(**me, epoch=epoch, released=False, reusable_from=reusable_from)
         self.owner.write(self._directory, fsync=self._fsync)
 
     def check(self) -> None:

@@ -76,7 +76,8 @@ class Store:
             if free:
                 return free[0], self._open(free[0], layout)
             if deadline.passed:
-                held = [f"{files.lock_holders(self._path(n))} reads {n}" for n in self._others()]
+                others = [name for name in self._folders if name != self._current]
+                held = [f"{files.lock_holders(self._path(name))} reads {name}" for name in others]
                 raise SnapshotError(
                     f"{self._directory}: all {num} slots (max_slots={self._limit}) are current or "
                     f"being read: {'; '.join(held)}"
@@ -121,11 +122,9 @@ class Store:
         matches = map(data_file.FOLDER.fullmatch, files.list_folder(self._directory))
         return {match[0]: int(match["epoch"]) for match in matches if match}
 
-    def _others(self) -> list[str]:
-        return [name for name in self._folders if name != self._current]
-
     def _free(self) -> list[str]:
-        return [name for name in self._others() if not files.is_locked(self._path(name))]
+        others = (name for name in self._folders if name != self._current)
+        return [name for name in others if not files.is_locked(self._path(name))]
 
     def _new(self, version: int, layout: DataLayout) -> tuple[str, DataFile]:
         """Makes a folder, if what is to be in it fits."""
