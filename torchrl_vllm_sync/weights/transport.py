@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from torchrl_vllm_sync.checks import check_seconds
+from torchrl_vllm_sync.checks import Deadline, check_seconds
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     SilentEngineError,
@@ -20,7 +20,6 @@ from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from torchrl_vllm_sync.checks import Deadline
     from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 

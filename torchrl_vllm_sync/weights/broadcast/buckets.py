@@ -122,10 +122,6 @@ class TensorCopy:
             return ((self.target.numel(), 1, 1),)  # what the next line finds, sooner
         return merged_dims(zip(self.shape, self.stride, self.target.stride(), strict=True))
 
-    @property
-    def is_flat(self) -> bool:
-        return _is_flat(self.dims)
-
 
 def merged_dims(dims: Iterable[Dim]) -> Dims:
     """Joins dimensions that follow each other without gaps at both ends; outermost first."""
@@ -140,7 +136,7 @@ def merged_dims(dims: Iterable[Dim]) -> Dims:
     return tuple(merged)
 
 
-def _is_flat(dims: Dims) -> bool:
+def is_flat(dims: Dims) -> bool:
     return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
 
 
@@ -209,7 +205,7 @@ class _Part(NamedTuple):
         end = self.begin + count * self.dtype.itemsize, self.offset + count
         return (
             end == (other.begin, other.offset)
-            and (_is_flat(self.dims) and _is_flat(other.dims))
+            and (is_flat(self.dims) and is_flat(other.dims))
             and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
             and storage_key(self.target) == storage_key(other.target)
         )
@@ -242,7 +238,7 @@ class BoundBucket:
             shape, packed_stride, stride = ([dim[i] for dim in part.dims] for i in range(3))
             start = typed[dtype].storage_offset() + part.begin // dtype.itemsize
             # Only lists of one pair of dtypes and dense tensors take the fused kernel.
-            targets, packed = groups[dtype, target.dtype, target.device, _is_flat(part.dims)]
+            targets, packed = groups[dtype, target.dtype, target.device, is_flat(part.dims)]
             targets.append(target.as_strided(shape, stride, part.offset))
             packed.append(typed[dtype].as_strided(shape, packed_stride, start))
         self.groups = list(groups.values())
