@@ -73,9 +73,9 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.ipc import IPCTransport as IPCTransport
     from torchrl_vllm_sync.weights.metadata import ParamMeta as ParamMeta
     from torchrl_vllm_sync.weights.p2p.transport import P2PTransport as P2PTransport
-    from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader as SnapshotReader
+    from torchrl_vllm_sync.weights.snapshots.data_file import SnapshotReader as SnapshotReader
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport as MemmapTransport
-    from torchrl_vllm_sync.weights.snapshots.writer import SnapshotWriter as SnapshotWriter
+    from torchrl_vllm_sync.weights.snapshots.transport import SnapshotWriter as SnapshotWriter
     from torchrl_vllm_sync.weights.source import as_weight_source as as_weight_source
     from torchrl_vllm_sync.weights.transport import WeightTransport as WeightTransport
 

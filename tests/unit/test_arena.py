@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import TransferError
-from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over
-from torchrl_vllm_sync.weights.p2p.memory import WeightArena, new_memory, new_range
+from torchrl_vllm_sync.weights.p2p.memory import (
+    HANDLE_BYTES,
+    Handover,
+    WeightArena,
+    hand_over,
+    handle_sizes,
+    new_memory,
+    new_range,
+)
+from torchrl_vllm_sync.weights.p2p.writes import Mapped
 
 CPU = torch.device("cpu")
 
@@ -110,15 +118,42 @@ def test_what_was_not_begun_is_not_served(arena, run):
         arena.take(run, number)
 
 
-def test_memory_of_another_size_is_refused():
-    memory = new_memory(5_000, CPU)
-    with pytest.raises(TransferError, match="not of 3"):
-        new_memory(300_000, CPU, memory.export())
-
-
 def descriptors():
     """What this process has open."""
     return {*os.listdir("/proc/self/fd")}
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_memory_of_another_size_is_refused_and_closed(times):
+    memory = new_memory(5_000, CPU)
+    open_before = descriptors()
+    with pytest.raises(TransferError, match="not of 3"):
+        new_memory(300_000, CPU, [memory.export()[0] for _ in range(times)])
+    assert descriptors() <= open_before
+
+
+def test_memory_that_a_plan_does_not_fit_is_closed():
+    memory = new_memory(5_000, CPU)
+    open_before = descriptors()
+    row = ["w", 0, (9_000,), (1,), "float32", 0, (1,)]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        Mapped(5_000, CPU, memory.export(), [row], ())
+    assert descriptors() <= open_before
+
+
+@pytest.mark.parametrize("gigabytes", [0, 3, 400])
+def test_handles_and_a_plan_go_into_one_message(gigabytes):
+    unit, num_bytes = 2 << 20, (gigabytes << 30) + (2 << 20)
+    sizes = handle_sizes(num_bytes, unit)
+    assert (sum(sizes), sum(one % unit for one in sizes)) == (num_bytes, 0)
+    assert len(sizes) == gigabytes + 1 or max(sizes) > HANDLE_BYTES
+    door, copies = Handover(), [os.dup(0) for _ in (*sizes, "plan")]
+    hand_over(door.path, {}, copies, 10.0)
+    _, found = door.take(time.monotonic() + 10)
+    assert len(found) == len(copies)
+    for one in found:
+        os.close(one)
+    door.close()
 
 
 def test_descriptors_are_handed_over_and_closed(tmp_path):

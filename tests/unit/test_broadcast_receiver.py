@@ -452,7 +452,8 @@ def test_a_push_of_another_group_is_not_taken_part_in(world, transports):
 
 
 def test_a_late_worker_waits_as_long_as_the_others_wait_for_it(world, monkeypatch):
-    from torchrl_vllm_sync.engine.receiver import BroadcastGroup, BroadcastInitInfo
+    from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo
+    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 
     here, waited = world("qwen3"), []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchrl_vllm_sync import SnapshotWriter
-from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
+from torchrl_vllm_sync.weights.snapshots.data_file import SnapshotReader
 from torchrl_vllm_sync.weights.source import MappingSource
 
 pytest.importorskip("vllm")

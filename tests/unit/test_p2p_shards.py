@@ -34,7 +34,6 @@ from tests.unit.vllm_models import single_process_group
 from torchrl_vllm_sync import P2PTransport, as_weight_source
 from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module import ModuleSource
-from torchrl_vllm_sync.weights.p2p import transport as transport_module
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.writes import Cut, parts
 from torchrl_vllm_sync.weights.sharded import (
@@ -245,7 +244,7 @@ class Counted:
             return WRITE(tensors, copies, device)
 
         sharded_module.Gather.launch = launch
-        sharded_module.write = transport_module.write = write
+        sharded_module.write = writes.write = write
 
 
 def train_and_push(rank, address, names, expected, config, wrap, dtype, idle):

@@ -378,8 +378,7 @@ def test_a_directory_made_anew_by_another_writer_is_not_taken_for_ones_own(tmp_p
     first = SnapshotWriter(tmp_path / "run")
     publish(first, 1)
     shutil.rmtree(tmp_path / "run")
-    elsewhere = replace(first._lock.owner.process, pid=1)  # as if of another process
-    first._lock.owner = replace(first._lock.owner, process=elsewhere)
+    first._lock.owner = replace(first._lock.owner, pid=1)  # as if of another process
     with SnapshotWriter(tmp_path / "run") as second:
         publish(second, 1)
         with pytest.raises(FencedWriterError):

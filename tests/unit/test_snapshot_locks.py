@@ -12,7 +12,7 @@ import torch
 from tests.processes import stop
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError
-from torchrl_vllm_sync.weights.snapshots import writer as writer_module
+from torchrl_vllm_sync.weights.snapshots import transport as writer_module
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, is_locked
 

@@ -21,13 +21,8 @@ from torchrl_vllm_sync.rl.schemes import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import module as module_module
 from torchrl_vllm_sync.weights import source as source_module
-from torchrl_vllm_sync.weights.source import (
-    MappingSource,
-    ModuleSource,
-    StableSource,
-    WeightSource,
-    fit_to_model,
-)
+from torchrl_vllm_sync.weights.module import ModuleSource
+from torchrl_vllm_sync.weights.source import MappingSource, StableSource, WeightSource, fit_to_model
 
 IDS = list(range(5, 45))
 

@@ -14,6 +14,7 @@ from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights import places
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
+from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.places import (
     Place,
@@ -22,7 +23,6 @@ from torchrl_vllm_sync.weights.places import (
     device_uuid,
     home_device,
     place_of,
-    this_node,
 )
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Push

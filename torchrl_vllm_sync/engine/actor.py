@@ -36,7 +36,7 @@ from torchrl_vllm_sync.replica import (
     ReplicaState,
     Silence,
 )
-from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.p2p.memory import this_node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

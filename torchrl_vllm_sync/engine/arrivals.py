@@ -24,9 +24,8 @@ from torchrl_vllm_sync.engine.updates import SHORT_TIMEOUT_S, Pause, Replies, Up
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
-from torchrl_vllm_sync.weights.places import this_node
-from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
-from torchrl_vllm_sync.weights.snapshots.reader import Snapshot, SnapshotReader
+from torchrl_vllm_sync.weights.p2p.memory import this_node
+from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, Snapshot, SnapshotReader
 from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
-from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
+from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, is_flat, merged_dims
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.module import storage_key, tensors_in
 
@@ -74,7 +74,7 @@ class LoadPlan:
         wanted = {meta.name: meta for meta in self.metadata if meta.num_elements}
         for copy in self.copies:
             meta, target = wanted[copy.name], copy.target
-            is_straight = target.dtype == meta.dtype and copy.is_flat
+            is_straight = target.dtype == meta.dtype and is_flat(copy.dims)
             if copy.name in found or not is_straight or target.numel() < meta.num_elements:
                 return None
             found[copy.name] = target.as_strided((target.numel(),), (1,))

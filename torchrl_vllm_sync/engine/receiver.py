@@ -38,8 +38,7 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     Rendezvous,
 )
 from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, metadata_digest
-from torchrl_vllm_sync.weights.p2p.handover import hand_over
-from torchrl_vllm_sync.weights.p2p.memory import WeightArena
+from torchrl_vllm_sync.weights.p2p.memory import WeightArena, hand_over
 
 Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
@@ -373,7 +372,6 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
 
     def _await_end(self, group: BroadcastGroup, deadline: float, poll_s: float) -> None:
         group.synchronize(deadline=deadline, watch=group.raise_if_given_up, poll_s=poll_s)
-        group.follow()
 
     @torch.no_grad()
     def _load(self, plan: LoadPlan, deadline: float, direct: bool, poll_s: float = SPIN_S) -> None:

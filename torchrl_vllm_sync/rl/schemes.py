@@ -29,8 +29,11 @@ from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.metadata import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import LayoutName
-from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.snapshots.writer import PublishReport, SnapshotWriter
+from torchrl_vllm_sync.weights.snapshots.transport import (
+    MemmapTransport,
+    PublishReport,
+    SnapshotWriter,
+)
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, PushOptions, WeightTransport
 

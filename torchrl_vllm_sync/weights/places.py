@@ -10,7 +10,7 @@ import torch
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.replica import NOT_STAGED
-from torchrl_vllm_sync.weights.p2p.handover import this_node
+from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.source import StableSource
 
 if TYPE_CHECKING:

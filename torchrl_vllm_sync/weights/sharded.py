@@ -45,7 +45,7 @@ from torchrl_vllm_sync.weights.module import (
     storage_key,
     unwrap,
 )
-from torchrl_vllm_sync.weights.p2p.handover import this_node
+from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut_of, finish, write
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from torchrl_vllm_sync.checks import check_seconds
+from torchrl_vllm_sync.checks import Deadline, check_seconds
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     SilentEngineError,
@@ -212,6 +212,14 @@ class Members:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> PendingCalls:
         return self.client.start_calls(method, dict.fromkeys(self.incarnations, args), **kwargs)
+
+    def ask(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]], deadline: Deadline, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Calls some replicas, each with its own arguments, and waits for their answers."""
+        limit_s = max(deadline.left_s, 1.0)
+        pending = self.client.start_calls(method, calls, timeout_s=limit_s, **kwargs)
+        return pending.answers(limit_s + GRACE_S)
 
     def describe(self) -> dict[str, EngineDescription]:
         """Asks each for its description, and drops those that do not answer."""

@@ -1,8 +1,7 @@
 """Buckets of a push: cut, packed, sent and received alike on the trainer and in every engine.
 
-A push is a stream of its tensors in the order of the metadata. It is cut into buckets of bounded
-size between rows (indices of the first dimension), so that an engine that holds a slice of every
-row (tensor parallelism) still finds whole rows.
+The stream of its tensors is cut into buckets of bounded size between rows (indices of the first
+dimension), so that an engine that holds a slice of every row (tensor parallelism) finds whole rows.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.broadcast.group import left_s
-from torchrl_vllm_sync.weights.metadata import checked, metadata_digest
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch, left_s
+from torchrl_vllm_sync.weights.metadata import ParamMeta, checked, metadata_digest
 from torchrl_vllm_sync.weights.module import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import torch.distributed as dist
-
-    from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
 # Three of these on each side keep an NVLink busy and take 384 MiB.
@@ -39,7 +33,6 @@ class Piece:
     """Consecutive rows of one tensor, in one bucket; a scalar is one row."""
 
     meta: ParamMeta  # the tensor they belong to, with its dtype on the wire
-    index: int  # position of the tensor in the metadata
     byte_offset: int  # where they begin in the bucket; a multiple of the dtype's size
     first_element: int  # offset in the full, contiguous tensor
     num_elements: int
@@ -74,7 +67,7 @@ class BucketLayout:
 def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
     pieces: list[Piece] = []
     filled = 0
-    for index, meta in enumerate(metadata):
+    for meta in metadata:
         if not meta.num_elements:
             continue
         row, num_rows = 0, meta.shape[0] if meta.shape else 1
@@ -92,7 +85,7 @@ def _cut(metadata: Sequence[ParamMeta], bucket_bytes: int) -> Iterator[Bucket]:
                 yield Bucket(tuple(pieces), filled)
                 pieces, filled = [], 0
                 continue
-            pieces.append(Piece(meta, index, start, row * row_elements, fitting * row_elements))
+            pieces.append(Piece(meta, start, row * row_elements, fitting * row_elements))
             filled = start + fitting * row_bytes
             row += fitting
     if pieces:
@@ -129,10 +122,6 @@ class TensorCopy:
             return ((self.target.numel(), 1, 1),)  # what the next line finds, sooner
         return merged_dims(zip(self.shape, self.stride, self.target.stride(), strict=True))
 
-    @property
-    def is_flat(self) -> bool:
-        return _is_flat(self.dims)
-
 
 def merged_dims(dims: Iterable[Dim]) -> Dims:
     """Joins dimensions that follow each other without gaps at both ends; outermost first."""
@@ -147,7 +136,7 @@ def merged_dims(dims: Iterable[Dim]) -> Dims:
     return tuple(merged)
 
 
-def _is_flat(dims: Dims) -> bool:
+def is_flat(dims: Dims) -> bool:
     return not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
 
 
@@ -172,8 +161,7 @@ def _cut_copy(
 ) -> Iterator[tuple[int, _Part]]:
     """Yields what each bucket holds of ``copy``, or of a part of it, and the bucket's number.
 
-    That begins at element ``source`` of the tensor of the push and at element ``offset`` of the
-    target's storage; ``pieces`` are the tensor's, in order, with their buckets' numbers.
+    It begins at element ``source`` of the push's tensor and ``offset`` of the target's storage.
     """
     (size, stride, target_stride), *others = dims or ((1, 0, 0),)
     inner = tuple(others)
@@ -217,7 +205,7 @@ class _Part(NamedTuple):
         end = self.begin + count * self.dtype.itemsize, self.offset + count
         return (
             end == (other.begin, other.offset)
-            and (_is_flat(self.dims) and _is_flat(other.dims))
+            and (is_flat(self.dims) and is_flat(other.dims))
             and (self.dtype, self.target.dtype) == (other.dtype, other.target.dtype)
             and storage_key(self.target) == storage_key(other.target)
         )
@@ -250,7 +238,7 @@ class BoundBucket:
             shape, packed_stride, stride = ([dim[i] for dim in part.dims] for i in range(3))
             start = typed[dtype].storage_offset() + part.begin // dtype.itemsize
             # Only lists of one pair of dtypes and dense tensors take the fused kernel.
-            targets, packed = groups[dtype, target.dtype, target.device, _is_flat(part.dims)]
+            targets, packed = groups[dtype, target.dtype, target.device, is_flat(part.dims)]
             targets.append(target.as_strided(shape, stride, part.offset))
             packed.append(typed[dtype].as_strided(shape, packed_stride, start))
         self.groups = list(groups.values())
@@ -268,9 +256,8 @@ class BoundBucket:
 
 # ---- Sending and receiving: one bucket is packed while another is on its way
 #
-# A few buffers are used in turn. On CUDA nothing here waits on the host: a buffer is packed again
-# only after its broadcast, and received into again only after its unpacking, by the order of work
-# on the group's stream.
+# A few buffers are used in turn. On CUDA nothing here waits on the host: the order of work on the
+# group's stream lets a buffer be packed after its broadcast, and received into after its unpacking.
 
 NUM_BUFFERS = 3
 
@@ -287,43 +274,34 @@ def send_buckets(
     layout: BucketLayout,
     buffers: Sequence[torch.Tensor],
     pack: Callable[[int, torch.Tensor], None],
-    *,
-    deadline: float,
-    watch: Watch = None,
+    **limits: Any,
 ) -> None:
     """Packs and broadcasts every bucket; on CUDA it only queues the work."""
-    works: deque[dist.Work] = deque()
     with group.side_stream():
-        for index, bucket in enumerate(layout.buckets):
-            buffer = buffers[index % len(buffers)]
-            if len(works) == len(buffers):
-                group.wait(works.popleft(), watch)
-            pack(index, buffer)
-            works.append(group.broadcast(buffer[: bucket.num_bytes], timeout_s=left_s(deadline)))
-        for work in works:
-            group.wait(work, watch)
+        deque(receive_buckets(group, layout, buffers, pack, **limits), maxlen=0)
 
 
 def receive_buckets(
-    group: BroadcastGroup, layout: BucketLayout, buffers: Sequence[torch.Tensor], *, deadline: float
+    group: BroadcastGroup,
+    layout: BucketLayout,
+    buffers: Sequence[torch.Tensor],
+    pack: Callable[[int, torch.Tensor], None] | None = None,
+    *,
+    deadline: float,
+    watch: Watch = None,
 ) -> Iterator[int]:
-    """Receives every bucket in turn; yields its number while what reads its buffer may be queued.
-
-    Iterate inside ``group.side_stream()``.
-    """
-    works: deque[dist.Work] = deque()
-
-    def ask(index: int) -> None:
+    """Receives, in ``side_stream``, or packs and sends; yields numbers of buffers to be read."""
+    works: deque[torch.distributed.Work] = deque()
+    for index in range(len(layout.buckets) + len(buffers)):
+        if index >= len(buffers):
+            group.wait(works.popleft(), watch)
+            yield index - len(buffers)
         if index < len(layout.buckets):
-            buffer = buffers[index % len(buffers)][: layout.buckets[index].num_bytes]
-            works.append(group.broadcast(buffer, timeout_s=left_s(deadline)))
-
-    for index in range(len(buffers)):
-        ask(index)
-    for index in range(len(layout.buckets)):
-        group.wait(works.popleft())
-        yield index
-        ask(index + len(buffers))
+            buffer = buffers[index % len(buffers)]
+            if pack is not None:  # on the trainer
+                pack(index, buffer)
+            sent = buffer[: layout.buckets[index].num_bytes]
+            works.append(group.broadcast(sent, timeout_s=left_s(deadline)))
 
 
 # ---- Sending tensors from where they lie, without buckets
@@ -357,7 +335,7 @@ def broadcast_tensors(
 ) -> None:
     """Broadcasts ``tensors`` in place, on CUDA queued only: the trainer's to all other ranks."""
     with group.side_stream():
-        works: list[dist.Work] = []
+        works: list[torch.distributed.Work] = []
         for first in range(0, len(tensors), GROUP_TENSORS):
             some = tensors[first : first + GROUP_TENSORS]
             works += group.broadcast_together(some, timeout_s=left_s(deadline))
@@ -394,16 +372,16 @@ class StreamingPacker:
     ) -> None:
         self._layout = layout
         self._items, self._device = checked(source, layout.metadata), device
-        self._index, self._tensor = -1, torch.empty(0)  # the one taken last
+        self._meta, self._tensor = None, torch.empty(0)  # the one taken last
 
     @torch.no_grad()
     def __call__(self, index: int, buffer: torch.Tensor) -> None:
         """Fills ``buffer`` with bucket ``index``; buckets must be asked for in order."""
         for piece in self._layout.buckets[index].pieces:
-            while self._index < piece.index:
-                meta, tensor = next(self._items)
-                check_device(meta.name, tensor, self._device)
-                self._index, self._tensor = self._index + 1, tensor.detach()
+            while self._meta is not piece.meta:
+                self._meta, tensor = next(self._items)
+                check_device(self._meta.name, tensor, self._device)
+                self._tensor = tensor.detach()
             rows = self._tensor
             if rows.dim():
                 size = piece.meta.num_elements // len(rows)

@@ -1,7 +1,6 @@
-"""Communicator of a trainer and its engines' workers: NCCL on CUDA, Gloo on CPU.
+"""Communicator of a trainer and its engines' workers, beside torch's own: NCCL or, on CPUs, Gloo.
 
-It is separate from torch's default process group, which is vLLM's in a worker. Every wait has a
-deadline, after which the communicator is aborted on this side.
+Every wait has a deadline, after which the communicator is aborted on this side.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,10 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, ProcessGro
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    Watch = Callable[[], None] | None
-    """Raises when a wait has become pointless; called now and then while it lasts."""
+# Raises when a wait has become pointless; called now and then while it lasts.
+Watch = Callable[[], None] | None
 
 logger = logging.getLogger(__name__)
-
 
 # Seconds between looks at what is waited for, and at whether peers are alive.
 SPIN_S = 50e-6
@@ -67,27 +63,17 @@ LAST_WORD_S = 0.5
 
 
 class BoundedStore:
-    """The calls of a ``TCPStore`` that the ranks of a group need, each of which ends in time.
+    """``set``, ``add`` and ``check`` of a ``TCPStore``, and a wait, each of which ends in time.
 
     While the process that hosts it is stopped none returns (torch 2.11 and 2.12). So each runs in a
     thread of its own, abandoned when there is no answer: then every later call fails at once.
     """
 
-    def __init__(
-        self, store: TCPStore, *, answer_timeout_s: float | None = ANSWER_TIMEOUT_S
-    ) -> None:
-        self.raw = store
-        self._answer_timeout_s = answer_timeout_s
-        self._is_lost = False
+    def __init__(self, store: TCPStore, answer_timeout_s: float | None = ANSWER_TIMEOUT_S) -> None:
+        self.raw, self._answer_timeout_s, self._is_lost = store, answer_timeout_s, False
 
-    def set(self, key: str, value: str) -> None:
-        self._call(lambda: self.raw.set(key, value))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._call(lambda: self.raw.add(key, amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._call(lambda: self.raw.check(list(keys)))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self._call(lambda: getattr(self.raw, name)(*args))
 
     def await_value(self, key: str, timeout_s: float) -> str:
         def value() -> str:
@@ -117,12 +103,10 @@ PINNED_BY_VLLM = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNEL
 
 
 def is_held_to_one_channel() -> bool:
-    """Whether NCCL can only make communicators with one channel in this process.
-
-    It reads the limit with a process's first communicator, which a batch-invariant vLLM worker has
-    with other workers and makes with one. From NCCL 2.29.7 on it can be read again, which vLLM from
-    0.32 on asks for (``vllm/utils/nccl.py``, ``pin_nccl_env``).
-    """
+    """Whether NCCL can only make communicators with one channel in this process."""
+    # It reads the limit with a process's first communicator, which a batch-invariant vLLM worker
+    # makes with one. From NCCL 2.29.7 on it can be read again, which vLLM 0.32 asks for
+    # (``vllm/utils/nccl.py``, ``pin_nccl_env``).
     return (
         os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         and os.environ.get(CHANNELS) == "1"
@@ -140,18 +124,14 @@ def nccl_environment(interface: str | None) -> Iterator[None]:
         wanted |= dict.fromkeys(PINNED_BY_VLLM)
     if interface is not None:
         wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": not all whose names begin so
-    before = {name: os.environ.get(name) for name in wanted}
-
-    def apply(values: dict[str, str | None]) -> None:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in values.items() if value is not None})
-
-    apply(wanted)
+    before = {name: os.environ.pop(name, None) for name in wanted}
     try:
+        os.environ.update({name: value for name, value in wanted.items() if value is not None})
         yield
     finally:
-        apply(before)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 # ---- Rendezvous: the trainer's address, and a store there
@@ -209,14 +189,6 @@ def _await_listener(at: Rendezvous, deadline: float) -> None:
         time.sleep(CONNECT_POLL_S)
 
 
-def _own_address(peer: str) -> str:
-    """Returns this host's address on the route to ``peer``; sends nothing."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return probe.getsockname()[0]
-
-
 TRAINER_RANK = 0
 # A push id is its group's id, then this many bits that count pushes.
 PUSH_ID_BITS = 24
@@ -230,9 +202,8 @@ CLOSED = "the group is not connected, or was closed after a failure"
 class BroadcastGroup:
     """One communicator: rank 0 is the trainer, which sends; the others receive.
 
-    Lifecycle: :meth:`host` on the trainer and :meth:`join` on workers; :meth:`connect` everywhere
-    at about the same time; any number of broadcasts, in the same order everywhere; :meth:`close`.
-    After an error on any rank, close the group everywhere.
+    After :meth:`host` on the trainer and :meth:`join` on workers, all :meth:`connect` at about the
+    same time and broadcast in the same order. After an error on any rank all have to close it.
     """
 
     def __init__(
@@ -240,13 +211,12 @@ class BroadcastGroup:
     ) -> None:
         self.rank, self.rendezvous, self.device = rank, rendezvous, device
         self._store: BoundedStore | None = store
-        # Of torch's own kinds, whose type stubs lack most methods.
-        self._group: Any = None
+        self._group: Any = None  # of torch's own kinds, whose type stubs lack most methods
         self._under_way: deque[dist.Work] = deque()  # with Gloo
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @classmethod
-    def host(cls, at: Rendezvous, device: torch.device, *, timeout_s: float) -> BroadcastGroup:
+    def host(cls, at: Rendezvous, device: torch.device, *, timeout_s: float) -> Self:
         """Makes the store on the trainer, which listens at its address alone; port 0 is any."""
         _require_interface(at.interface)
         try:
@@ -259,9 +229,7 @@ class BroadcastGroup:
         return cls(BoundedStore(store, answer_timeout_s=None), TRAINER_RANK, at, device)
 
     @classmethod
-    def join(
-        cls, at: Rendezvous, rank: int, device: torch.device, *, timeout_s: float
-    ) -> BroadcastGroup:
+    def join(cls, at: Rendezvous, rank: int, device: torch.device, *, timeout_s: float) -> Self:
         size, deadline = at.world_size, time.monotonic() + timeout_s
         if not 0 < rank < size:
             raise TransferError(f"rank must be in [1, {size}) in a group of {size}, got {rank}")
@@ -271,10 +239,8 @@ class BroadcastGroup:
             _await_listener(at, deadline)
             store = _store_at(at, left_s(deadline, 1.0))
         except (DistError, OSError, RuntimeError) as error:
-            raise TransferError(
-                f"cannot reach the trainer at {at.address}:{at.port} within {timeout_s:g} s: "
-                f"{error}"
-            ) from error
+            where = f"{at.address}:{at.port} within {timeout_s:g} s"
+            raise TransferError(f"cannot reach the trainer at {where}: {error}") from error
         return cls(BoundedStore(store), rank, at, device)
 
     @property
@@ -298,11 +264,7 @@ class BroadcastGroup:
         return [rank for rank in ranks if not self.store.check([f"rank/{rank}"])]
 
     def connect(self, *, timeout_s: float, watch: Watch = None) -> None:
-        """Meets all other ranks and broadcasts one value, so later waits are for data only.
-
-        After a failure the trainer has still to close the group, and may ask who was
-        :meth:`absent`.
-        """
+        """Meets all other ranks; after a failure the trainer may ask who was :meth:`absent`."""
         try:
             self._meet(time.monotonic() + timeout_s, watch)
         except RuntimeError as error:  # of the store, the communicators, or ours
@@ -319,6 +281,7 @@ class BroadcastGroup:
             raise TransferError(f"rank {self.rank} of the group is taken already")
         keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
         self.await_keys(keys, deadline, "come to the rendezvous in time", watch)
+        # One value is broadcast, so that later waits are for data only.
         word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
         interface = self.rendezvous.interface
         with nccl_environment(interface) if is_nccl else contextlib.nullcontext():
@@ -335,9 +298,7 @@ class BroadcastGroup:
         if self._group is None:
             raise TransferError(CLOSED)
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = TRAINER_RANK, 0
-        options.timeout = timedelta(seconds=timeout_s)
-        options.asyncOp = True
+        options.rootRank, options.timeout = TRAINER_RANK, timedelta(seconds=timeout_s)
         work = self._group.broadcast([tensor], options)
         if self._stream is None:
             while self._under_way and self._under_way[0].is_completed():
@@ -365,20 +326,17 @@ class BroadcastGroup:
         while self._stream is None and not work.is_completed():
             with contextlib.suppress(RuntimeError):  # not yet, or a failure: see the last line
                 work.wait(timedelta(seconds=WATCH_S))
-            if not work.is_completed():
-                self._raise_if_left(watch)
+            if work.is_completed():
+                break
+            if watch is not None:
+                watch()
+            if self._group is None:
+                raise TransferError(CLOSED)
+            if self.rank != TRAINER_RANK:
+                self.raise_if_given_up()
+            elif self.was_left:
+                raise TransferError("a worker left the group during a transfer")
         work.wait()
-
-    def _raise_if_left(self, watch: Watch) -> None:
-        """Raises if ``watch`` does, or if a peer has left the group."""
-        if watch is not None:
-            watch()
-        if self._group is None:
-            raise TransferError(CLOSED)
-        if self.rank != TRAINER_RANK:
-            self.raise_if_given_up()
-        elif self.was_left:
-            raise TransferError("a worker left the group during a transfer")
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -394,21 +352,14 @@ class BroadcastGroup:
         """Waits until everything queued by this group is done; aborts the group otherwise."""
         if self._stream is None:
             return
-        is_done = False
         done = torch.cuda.Event()
         done.record(self._stream)
-        try:
-            is_done = wait_until(done.query, deadline, watch, poll_s)
-        finally:
-            if not is_done:
-                self.abort()
-        if not is_done:
-            raise TransferError("the transfer did not end in time")
-
-    def follow(self) -> None:
-        """Makes the current stream wait for everything queued by this group."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.abort)
+            if wait_until(done.query, deadline, watch, poll_s):
+                undo.pop_all()
+                return
+        raise TransferError("the transfer did not end in time")
 
     def abort(self) -> None:
         """Aborts the communicator, whatever it is doing: no tensor is written to any more."""
@@ -499,8 +450,12 @@ class BroadcastGroup:
             if self.store.check([ONE_CHANNEL]):  # all ranks must have as many
                 options.config.min_ctas = options.config.max_ctas = 1
             return dist.ProcessGroupNCCL(store, self.rank, world_size, options)
-        name = self.rendezvous.interface
-        at = {"interface": name} if name else {"hostname": _own_address(self.rendezvous.address)}
+        peer, at = self.rendezvous.address, {"interface": self.rendezvous.interface or ""}
+        if not at["interface"]:  # this host's address on the route there; nothing is sent
+            family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((peer, 9))
+                at = {"hostname": probe.getsockname()[0]}
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(**at, lazy_init=False)]

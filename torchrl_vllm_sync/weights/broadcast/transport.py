@@ -19,20 +19,24 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.weights.broadcast import buckets
-from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, StreamingPacker
+from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Packer, StreamingPacker
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.metadata import to_json
 from torchrl_vllm_sync.weights.places import home_device, sending_device
-from torchrl_vllm_sync.weights.source import StableSource, views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, failed, is_lost, raise_exceptions
+from torchrl_vllm_sync.weights.source import StableSource, WeightSource, views_of
+from torchrl_vllm_sync.weights.transport import (
+    GRACE_S,
+    Members,
+    Push,
+    failed,
+    is_lost,
+    raise_exceptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.broadcast.buckets import Packer
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push
 
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
@@ -153,7 +157,7 @@ class BroadcastTransport:
         group = BroadcastGroup.host(wanted, device, timeout_s=limit_s)
         shared: dict[str, Any] = {"world_size": world_size, "interface": self._interface}
         shared |= {"master_address": address, "master_port": group.rendezvous.port}
-        shared["group_id"] = group_id
+        shared |= {"group_id": group_id}
         infos = {name: ({**shared, "rank_offset": own[0]},) for name, own in ranks.items()}
         calls = members.client.start_calls("join_broadcast", infos, timeout_s=limit_s)
         try:
@@ -218,8 +222,7 @@ class BroadcastTransport:
             self._give_up(members, answers)
             why = SyncError(f"nothing was sent: replica {', '.join(unable)} could not prepare")
             return {name: unable.get(name, why) for name in answers}
-        # Engines of the group, with the digest of what is sent, that have not loaded it yet: a
-        # second pass checks their load plans.
+        # Engines of the group that have not loaded this yet: a second pass checks their load plans.
         unchecked = {(layout.digest, *one) for one in self._joined.items()} - self._checked
         wanted = self._verify == "always" or (self._verify == "first" and unchecked)
         num_passes = 2 if wanted and self._has_plans and not self._staged else 1
@@ -284,9 +287,9 @@ class BroadcastTransport:
         self, members: Members, layout: BucketLayout, deadline: Deadline
     ) -> dict[str, Any]:
         """Sends the replicas the metadata of this push and all later ones."""
-        timeout_s, rows = max(deadline.left_s, 1.0), to_json(layout.metadata)
-        calls = members.start("prepare_broadcast", rows, self._bucket_bytes, timeout_s=timeout_s)
-        answers = calls.answers(timeout_s + GRACE_S)
+        told = to_json(layout.metadata), self._bucket_bytes
+        calls = dict.fromkeys(members.incarnations, told)
+        answers = members.ask("prepare_broadcast", calls, deadline)
         if not failed(answers):
             self._announced = layout.digest
             self._has_plans = any("plan" in one["path"] for one in answers.values())

@@ -1,18 +1,27 @@
 """Memory that two processes of a host can share, and ranges of addresses with memory behind them.
 
 On the host it is a file in memory (``memfd_create``); on a GPU handles of CUDA's virtual memory
-management (CUDA Driver API, "Virtual Memory Management"). Both travel as file descriptors. What is
-behind a range can be replaced in one call, and tensors and captured graphs that hold its addresses
-see what is there now. A model's parameters in such a range are a ``WeightArena``.
+management (CUDA Driver API, "Virtual Memory Management"). Both travel as file descriptors, by a
+socket in a private folder. What is behind a range can be replaced in one call, and tensors and
+captured graphs that hold its addresses see what is there now.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import json
 import mmap
 import os
-from dataclasses import dataclass
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import time
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +30,15 @@ from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # Of each storage's first byte: what torch's allocator gives, and kernels may count on.
 ALIGNMENT = 512
-# Of one CUDA handle. Mapping 16 GiB takes 2.0 ms in these, 5.5 in 256 MiB and 20 in 64 MiB (H200).
+# Of one CUDA handle, or more. Mapping 16 GiB takes 2.0 ms in these, 5.5 in 256 MiB and 20 in 64 MiB
+# (H200).
 HANDLE_BYTES = 2**30
+# The kernel takes no more in one message (SCM_MAX_FD).
+MAX_DESCRIPTORS = 253
 
 
 # ---- Host
@@ -58,9 +70,9 @@ class HostMemory:
                 os.close(self._fd)
                 raise TransferError(f"no {num_bytes / 1e9:.2f} GB of memory: {error}") from error
         else:
-            (self._fd,) = descriptors
-            if os.fstat(self._fd).st_size != self.num_bytes:
+            if [os.fstat(one).st_size for one in descriptors] != [self.num_bytes]:
                 raise TransferError(f"the memory given is not of {self.num_bytes} bytes")
+            self._fd = os.dup(descriptors[0])
 
     def export(self) -> list[int]:
         """Returns file descriptors that another process opens it by, the receiver's own."""
@@ -103,24 +115,7 @@ class HostRange:
 # ---- CUDA
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _AllocationProperties(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("requestedHandleTypes", ctypes.c_int),
-        ("location", _Location),
-        ("win32HandleMetaData", ctypes.c_void_p),
-        ("allocFlags", ctypes.c_ubyte * 8),
-    )
-
-
-class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
+_ulong = ctypes.c_ulonglong
 # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PINNED, _POSIX, _DEVICE, _READ_WRITE = 1, 1, 1, 3
@@ -141,15 +136,23 @@ def _cuda(function: str, *args: Any) -> None:
         raise TransferError(f"{function} failed: {name}")
 
 
-def _properties(device: torch.device) -> _AllocationProperties:
-    return _AllocationProperties(_PINNED, _POSIX, _Location(_DEVICE, device.index))
+def _properties(device: torch.device) -> Any:
+    """A ``CUmemAllocationProp``: its type, the handle's, and the location; 16 bytes are zero."""
+    return ctypes.byref((ctypes.c_int * 8)(_PINNED, _POSIX, _DEVICE, device.index))
 
 
 def _granularity(device: torch.device) -> int:
+    torch.cuda.synchronize(device)  # makes the device's context current
     found, minimum = ctypes.c_size_t(), 0
-    properties = ctypes.byref(_properties(device))
-    _cuda("cuMemGetAllocationGranularity", ctypes.byref(found), properties, minimum)
+    _cuda("cuMemGetAllocationGranularity", ctypes.byref(found), _properties(device), minimum)
     return found.value
+
+
+def handle_sizes(num_bytes: int, unit: int) -> list[int]:
+    """Cuts whole units of memory into no more handles than one message takes beside a plan."""
+    least = -(-num_bytes // (unit * (MAX_DESCRIPTORS - 1))) * unit
+    each = max(HANDLE_BYTES, least)
+    return [min(each, num_bytes - at) for at in range(0, num_bytes, each)]
 
 
 class CudaMemory:
@@ -158,12 +161,9 @@ class CudaMemory:
     def __init__(
         self, num_bytes: int, device: torch.device, descriptors: Sequence[int] | None = None
     ) -> None:
-        torch.cuda.synchronize(device)  # makes the device's context current
         unit = _granularity(device)
         self.num_bytes = -(-num_bytes // unit) * unit
-        self.sizes = [
-            min(HANDLE_BYTES, self.num_bytes - at) for at in range(0, self.num_bytes, HANDLE_BYTES)
-        ]
+        self.sizes = handle_sizes(self.num_bytes, unit)
         self.handles: list[int] = []
         if descriptors is not None and len(descriptors) != len(self.sizes):
             raise TransferError(f"{len(self.sizes)} handles were expected, not {len(descriptors)}")
@@ -171,9 +171,8 @@ class CudaMemory:
             for at, size in enumerate(self.sizes):
                 handle = ctypes.c_ulonglong()
                 if descriptors is None:
-                    properties = ctypes.byref(_properties(device))
-                    length = ctypes.c_size_t(size)
-                    _cuda("cuMemCreate", ctypes.byref(handle), length, properties, _ulong(0))
+                    wanted = ctypes.c_size_t(size), _properties(device)
+                    _cuda("cuMemCreate", ctypes.byref(handle), *wanted, _ulong(0))
                 else:
                     shared = ctypes.c_void_p(descriptors[at])
                     _cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), shared, _POSIX)
@@ -181,21 +180,12 @@ class CudaMemory:
         except TransferError:
             self.close()
             raise
-        finally:
-            for one in descriptors or ():
-                os.close(one)
 
     def export(self) -> list[int]:
         found: list[int] = []
         for handle in self.handles:
-            fd = ctypes.c_int()
-            _cuda(
-                "cuMemExportToShareableHandle",
-                ctypes.byref(fd),
-                _ulong(handle),
-                _POSIX,
-                _ulong(0),
-            )
+            fd, wanted = ctypes.c_int(), (_ulong(handle), _POSIX, _ulong(0))
+            _cuda("cuMemExportToShareableHandle", ctypes.byref(fd), *wanted)
             found.append(fd.value)
         return found
 
@@ -208,7 +198,6 @@ class CudaRange:
     """Addresses that ``device`` reads and writes; the memory may be another GPU's."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
         unit = _granularity(device)
         self._num_bytes, self._device = -(-num_bytes // unit) * unit, device
         address, zero = ctypes.c_ulonglong(), _ulong(0)
@@ -226,12 +215,17 @@ class CudaRange:
             length, at = ctypes.c_size_t(size), _ulong(self._address + offset)
             _cuda("cuMemMap", at, length, ctypes.c_size_t(0), _ulong(handle), zero)
             offset += size
-        access = _Access(_Location(_DEVICE, self._device.index), _READ_WRITE)
+        access = (ctypes.c_int * 3)(_DEVICE, self._device.index, _READ_WRITE)  # CUmemAccessDesc
         whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
         self._is_shown = True
         if not self.data.numel():  # torch looks at the memory once
-            self.data = torch.as_tensor(_Described(self), device=self._device)
+            self.data = torch.as_tensor(self, device=self._device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        described = {"shape": (self._num_bytes,), "typestr": "|u1", "data": (self._address, False)}
+        return described | {"version": 3, "strides": None}
 
     def close(self) -> None:
         """Gives the addresses back: nothing may hold ``data`` any more."""
@@ -243,46 +237,123 @@ class CudaRange:
         self._num_bytes = 0
 
 
-_ulong = ctypes.c_ulonglong
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A range as torch takes it over (CUDA Array Interface, version 3)."""
-
-    range: CudaRange
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        of = self.range
-        described = {"shape": (of._num_bytes,), "typestr": "|u1", "data": (of._address, False)}
-        return described | {"version": 3, "strides": None}
-
-
 Memory = HostMemory | CudaMemory
-Range = HostRange | CudaRange
 
 
 def new_memory(
     num_bytes: int, device: torch.device, descriptors: Sequence[int] | None = None
 ) -> Memory:
-    """Allocates memory on a device, or opens what another process exported."""
-    if device.type == "cuda":
-        return CudaMemory(num_bytes, device, descriptors)
-    return HostMemory(num_bytes, descriptors)
+    """Allocates memory on a device, or opens what another process exported, and closes that."""
+    try:
+        if device.type == "cuda":
+            return CudaMemory(num_bytes, device, descriptors)
+        return HostMemory(num_bytes, descriptors)
+    finally:
+        for one in descriptors or ():
+            os.close(one)
 
 
-def new_range(num_bytes: int, device: torch.device) -> Range:
+def new_range(num_bytes: int, device: torch.device) -> HostRange | CudaRange:
     return CudaRange(num_bytes, device) if device.type == "cuda" else HostRange(num_bytes)
+
+
+# ---- Handed over
+
+MAX_HEADER_BYTES = 4096
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# Seconds between looks at whether a wait is in vain.
+POLL_S = 0.01
+
+
+def this_node() -> str:
+    """Returns what identifies this machine, or container: its name and its boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _readable(one: Any, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(one, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
+
+
+def _check_peer(connection: socket.socket) -> None:
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(told)
+    if uid != os.getuid():
+        raise TransferError(f"user {uid} is at the other end of a handover, not this process's")
+
+
+class Handover:
+    """The end that takes descriptors, in a folder that only its user can enter."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="torchrl_vllm_sync-p2p-"))
+        self.path = str(self._folder / "handover")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._finalizer = weakref.finalize(self, _close, self._listener, self._folder)
+
+    def take(
+        self, deadline: float, watch: Callable[[], None] | None = None
+    ) -> tuple[dict[str, object], list[int]]:
+        """Returns what one says and sends; meanwhile calls ``watch``, which may raise."""
+        said, descriptors = b"", list[int]()
+        while watch is not None and time.monotonic() < deadline:
+            if _readable(self._listener, POLL_S):
+                break
+            watch()
+        try:
+            while not said:  # one that died before it sent has said nothing
+                self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+                with contextlib.closing(self._listener.accept()[0]) as connection:
+                    _check_peer(connection)
+                    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                    said, descriptors, *_ = socket.recv_fds(
+                        connection, MAX_HEADER_BYTES, MAX_DESCRIPTORS
+                    )
+        except TimeoutError:
+            raise TransferError("memory was not handed over in time") from None
+        return json.loads(said), descriptors
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _close(listener: socket.socket, folder: Path) -> None:
+    listener.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def hand_over(
+    path: str,
+    said: dict[str, object],
+    descriptors: list[int],
+    timeout_s: float,
+    watch: Callable[[], None] | None = None,
+) -> None:
+    """Gives descriptors, closed here; with ``watch``, which may raise, waits until they arrive."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(path)
+            _check_peer(connection)
+            socket.send_fds(connection, [json.dumps(said).encode()], descriptors)
+            while watch is not None and not _readable(connection, POLL_S):  # at the end it is
+                watch()
+    except OSError as error:
+        raise TransferError(f"the trainer did not take a worker's memory: {error}") from error
+    finally:
+        for one in descriptors:
+            os.close(one)
 
 
 # ---- Of a model
 
 
 class WeightArena:
-    """Two memories as large as the model's parameters: one is served, the other free to be written.
-
-    Made when the weights are loaded and before graphs are captured, which hold the addresses.
+    """Two memories for the model's parameters: one is served, the other free to be written.
 
     Nobody can keep a process that has begun to write from going on, such as one that was stopped.
     When another run begins, what the first one had is served no more: the arena takes new memory.
@@ -297,7 +368,13 @@ class WeightArena:
             if num_bytes and key not in places:
                 places[key] = self.num_bytes
                 self.num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        self._require(self.num_bytes)
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if free < self.num_bytes:
+                raise TransferError(
+                    f"staged weights need {self.num_bytes / 1e9:.2f} GB on {device} beside the "
+                    f"model, {free / 1e9:.2f} GB are free"
+                )
         self._numbers: list[int] = [0, 1]
         self._memories: list[Memory] = [new_memory(self.num_bytes, device)]
         self._live, self._spare = (new_range(self.num_bytes, device) for _ in range(2))
@@ -325,15 +402,6 @@ class WeightArena:
             begin = flat.storage_offset() + parameter.storage_offset()
             parameter.data = flat.as_strided(parameter.shape, parameter.stride(), begin)
 
-    def _require(self, num_bytes: int) -> None:
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            if free < num_bytes:
-                raise TransferError(
-                    f"staged weights need {num_bytes / 1e9:.2f} GB on {self._device} beside the "
-                    f"model, {free / 1e9:.2f} GB are free"
-                )
-
     def place(self, tensor: torch.Tensor) -> int | None:
         """Offset in bytes of a tensor of the model; ``None`` if it is not in the arena."""
         if storage_key(tensor) != storage_key(self._live.data):
@@ -342,19 +410,15 @@ class WeightArena:
 
     def counterpart(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same place in the memory that is not served."""
-        flat = self._spare.data
+        flat, storage = self._spare.data, tensor.untyped_storage()
         if self.place(tensor) is None:
-            flat = self._beside_of(tensor.untyped_storage())
+            if storage.data_ptr() not in self._beside:
+                live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+                self._beside[storage.data_ptr()] = live, live.clone()
+            flat = self._beside[storage.data_ptr()][1]
         flat = flat[: flat.numel() // tensor.element_size() * tensor.element_size()]
-        return flat.view(tensor.dtype).as_strided(
-            tensor.shape, tensor.stride(), tensor.storage_offset()
-        )
-
-    def _beside_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        if (pointer := storage.data_ptr()) not in self._beside:
-            live = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            self._beside[pointer] = live, live.clone()
-        return self._beside[pointer][1]
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return flat.view(tensor.dtype).as_strided(*place)
 
     def open(self) -> None:
         """Puts the memory that is not served behind the addresses of :meth:`counterpart`."""

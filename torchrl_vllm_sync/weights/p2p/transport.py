@@ -15,28 +15,16 @@ import torch
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
-from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over, this_node
-from torchrl_vllm_sync.weights.p2p.writes import (
-    Mapped,
-    Passed,
-    check_place,
-    finish,
-    parts,
-    plan_file,
-    write,
-)
+from torchrl_vllm_sync.weights.p2p import writes
+from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.places import sending_device
-from torchrl_vllm_sync.weights.source import sharded_of, views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
+from torchrl_vllm_sync.weights.source import WeightSource, sharded_of, views_of
+from torchrl_vllm_sync.weights.transport import Members, Push, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.p2p.writes import Cut, Row
     from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push
 
 logger = logging.getLogger(__name__)
 
@@ -49,35 +37,33 @@ class Worker:
     """What one worker says of itself, see ``BroadcastReceiver.plan_writes``, and its memories."""
 
     num_bytes: int
-    rows: list[Row]  # what is written of whole tensors
-    mine: list[Row] = field(default_factory=list)  # of what this rank holds of the model's
-    passed_on: list[Row] = field(default_factory=list)  # of the model's, for all ranks to cut
-    memories: dict[int, Mapped] = field(default_factory=dict)  # the last used one last
+    rows: list[writes.Row]  # what is written of whole tensors
+    mine: list[writes.Row] = field(default_factory=list)  # of what this rank holds of the model's
+    passed_on: list[writes.Row] = field(default_factory=list)  # of the model's, to be cut by all
+    memories: dict[int, writes.Mapped] = field(default_factory=dict)  # the last used one last
 
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         if (before := self.memories.pop(number, None)) is not None:
             before.close()
-        mapped = Mapped.of(self.num_bytes, device, descriptors, self.rows, self.mine)
+        mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine)
         self.memories[number] = mapped
 
-    def use(self, number: int) -> None:
+    def use(self, number: int) -> writes.Mapped:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
-        self.memories[number] = self.memories.pop(number)
+        self.memories[number] = used = self.memories.pop(number)
         while len(self.memories) > 2:
             self.memories.pop(next(iter(self.memories))).close()
+        return used
 
-    def split(self, cuts: Mapping[str, Cut | None], origins: Mapping[str, Origin]) -> set[str]:
-        """Leaves to every rank what it can write; returns which of the model's tensors cannot be.
-
-        These are written whole.
-        """
+    def split(self, cuts: writes.Cuts, origins: Mapping[str, Origin]) -> set[str]:
+        """Leaves to every rank what it can write; returns which tensors are written whole."""
         rows, self.rows, left = self.rows, [], set[str]()
         for row in rows:
             name, begin = origins[row[0]].sources[0], origins[row[0]].begin
             cut, found = cuts[name], None
             moved = [name, row[1] + (begin or 0), *row[2:]]
             if begin is not None and cut is not None:
-                found = parts(moved, cut)
+                found = writes.parts(moved, cut)
             if found is None:
                 self.rows.append(row)
                 left.update(origins[row[0]].sources)
@@ -93,18 +79,18 @@ class Shards:
 
     source: ShardedModuleSource
     renamed: Renaming
-    cuts: dict[str, Cut | None]
+    cuts: writes.Cuts
     # Tokens of the memories that all other ranks know; ``None`` if there are none.
     known: set[str] | None
     # What they lack: whose memory of which number, and its descriptors.
     new: list[tuple[Worker, int, list[int]]] = field(default_factory=list)
 
-    def pass_on(self, timeout_s: float, path: str, watch: Callable[[], None]) -> None:
+    def pass_on(self, path: str, watch: Callable[[], None]) -> None:
         """Gives one rank what it lacks."""
         for worker, number, descriptors in self.new:
             said = {"token": worker.memories[number].token, "num_bytes": worker.num_bytes}
-            copies = [plan_file(worker.passed_on), *map(os.dup, descriptors)]
-            hand_over(path, said, copies, timeout_s, watch)
+            copies = [writes.plan_file(worker.passed_on), *map(os.dup, descriptors)]
+            hand_over(path, said, copies, HANDOVER_TIMEOUT_S, watch)
 
     def close(self) -> None:
         while self.new:
@@ -156,14 +142,19 @@ class P2PTransport:
             UnsupportedArgumentError: An engine is on another host or kind of device, which the
                 message names.
         """
-        for name in [
-            one for one in self._joined if members.incarnations.get(one) != self._joined[one]
-        ]:
-            self._drop(name)
-        new = members.incarnations.keys() - self._joined.keys()
-        if not new:
+        for name, incarnation in list(self._joined.items()):
+            if members.incarnations.get(name) != incarnation:
+                self._drop(name)
+        if not members.incarnations.keys() - self._joined.keys():
             return
-        _check_node(engines := members.describe())
+        engines, here = members.describe(), this_node()
+        for name, one in engines.items():
+            if one.node_id != here:
+                raise UnsupportedArgumentError(
+                    f"the p2p transport needs trainer and engines on one host, and replica {name} "
+                    f"is on {one.node_id or 'an unknown one'}, the trainer on {here}: use the "
+                    "broadcast transport"
+                )
         self._device = sending_device(self.name, engines, source, self._given_device)
         self._handover = self._handover or Handover()
 
@@ -188,7 +179,7 @@ class P2PTransport:
         if self._handover is None:
             raise TransferError("the transport is not open")
         for name, tensor in views_of(push.source) or ():
-            check_place(name, tensor, self._device)
+            writes.check_place(name, tensor, self._device)
         shards = _shards(push.source)
         try:
             with times.measure("prepare_s"):
@@ -210,14 +201,8 @@ class P2PTransport:
             if shards is not None:
                 shards.close()
         with times.measure("acknowledge_s"):
-            calls = members.client.start_calls(
-                "take_written",
-                {name: (numbers,) for name, numbers in writable.items()},
-                run_id=self.run_id,
-                timeout_s=max(deadline.left_s, 1.0),
-                **push.terms,
-            )
-            taken = calls.answers(deadline.left_s + GRACE_S)
+            told = {name: (numbers,) for name, numbers in writable.items()}
+            taken = members.ask("take_written", told, deadline, run_id=self.run_id, **push.terms)
         for name in failed(taken):
             self._drop(name)
         return answers | begun | taken
@@ -233,9 +218,7 @@ class P2PTransport:
                 self._drop(name)
             self._planned_for, self._left = planned_for, set()
         new = {one: (to_json(metadata),) for one in members.incarnations if one not in self._joined}
-        limit_s = max(deadline.left_s, 1.0)
-        calls = members.client.start_calls("plan_writes", new, timeout_s=limit_s)
-        answers = calls.answers(limit_s + GRACE_S)
+        answers = members.ask("plan_writes", new, deadline)
         planned = {name: one for name, one in answers.items() if name not in failed(answers)}
         origins = shards.source.origins(shards.renamed) if shards and planned else {}
         for name, workers in planned.items():
@@ -253,18 +236,16 @@ class P2PTransport:
         """Asks which memory is to be written to, and takes those that a rank does not know."""
         assert self._handover is not None
 
+        ranks = None if shards is None else shards.known
+
         def numbers(worker: Worker) -> list[int]:
-            known = None if shards is None else shards.known
             held = worker.memories.items()
-            return [number for number, one in held if known is None or one.token in known]
+            return [number for number, one in held if ranks is None or one.token in ranks]
 
         known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
-        options = {"run_id": self.run_id, "path": self._handover.path}
-        calls = members.client.start_calls(
-            "begin_writing", known, timeout_s=max(deadline.left_s, 1.0), **options
-        )
         # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
-        answers = calls.answers(deadline.left_s + GRACE_S)
+        options = {"run_id": self.run_id, "path": self._handover.path}
+        answers = members.ask("begin_writing", known, deadline, **options)
         expected = {
             (name, rank, number)
             for name, numbers in answers.items()
@@ -285,14 +266,11 @@ class P2PTransport:
             if shards is not None:
                 shards.new.append((worker, number, [*map(os.dup, descriptors)]))
             worker.bind(number, self._device, descriptors)
-        for name in answers.keys() - failed(answers):
-            for worker, number in zip(self._workers[name], answers[name], strict=True):
-                worker.use(number)
         return answers
 
     def _write(self, source: WeightSource, numbers: dict[str, Any], shards: Shards | None) -> None:
         mapped = [
-            worker.memories[number]
+            worker.use(number)
             for name, of in numbers.items()
             for worker, number in zip(self._workers[name], of, strict=True)
         ]
@@ -300,24 +278,23 @@ class P2PTransport:
         if shards is None:
             views, metadata = views_of(source), source.metadata()
             tensors = source if views is None else views
-            write(
-                ((meta.name, one) for meta, one in checked(tensors, metadata)), whole, self._device
-            )
+            named = ((meta.name, one) for meta, one in checked(tensors, metadata))
+            writes.write(named, whole, self._device)
         else:
             workers = itertools.chain(*self._workers.values())
             held = itertools.chain(*(one.memories.values() for one in workers))
-            passed = Passed(
+            passed = writes.Passed(
                 new=[worker.memories[number].token for worker, number, _ in shards.new],
                 keep=[one.token for one in held],
                 now=[one.token for one in mapped],
                 left=sorted(self._left),
             )
             with shards.source.written(passed) as pass_on:
-                pass_on(functools.partial(shards.pass_on, HANDOVER_TIMEOUT_S))
-                write(shards.source.shards(), [one.shards for one in mapped], self._device)
-                finish(self._device)
-            write(shards.renamed(shards.source.rest()), whole, self._device)
-        finish(self._device)
+                pass_on(shards.pass_on)
+                writes.write(shards.source.shards(), [one.shards for one in mapped], self._device)
+                writes.finish(self._device)
+            writes.write(shards.renamed(shards.source.rest()), whole, self._device)
+        writes.finish(self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), device=self._given_device), ()
@@ -329,15 +306,6 @@ class P2PTransport:
         if self._handover is not None:
             self._handover.close()
         self._forget()
-
-
-def _check_node(engines: Mapping[str, EngineDescription]) -> None:
-    """Refuses engines whose memory this process cannot reach."""
-    need, here = "the p2p transport needs trainer and engines on one host, and", this_node()
-    for name, one in engines.items():
-        if one.node_id != here:
-            where = f"replica {name} is on {one.node_id or 'an unknown one'}, the trainer on {here}"
-            raise UnsupportedArgumentError(f"{need} {where}: use the broadcast transport")
 
 
 def _shards(source: WeightSource) -> Shards | None:

@@ -1,8 +1,4 @@
-"""Writes into workers' memory: planned for whole tensors, and cut to what one rank holds of them.
-
-A worker says once where it wants which region of which tensor. A rank of a sharded trainer holds a
-range of one dimension of each, and of every region it writes the part that lies in that range.
-"""
+"""Writes into workers' memory: planned by them for whole tensors, and cut to what a rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import math
 import os
 import uuid
 import weakref
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -20,13 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
-from torchrl_vllm_sync.weights.p2p.handover import Handover
-from torchrl_vllm_sync.weights.p2p.memory import new_memory, new_range
+from torchrl_vllm_sync.weights.p2p.memory import Handover, new_memory, new_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torchrl_vllm_sync.weights.p2p.memory import Memory, Range
+    from collections.abc import Callable, Iterable
 
 # As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
 # stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
@@ -41,27 +34,23 @@ MOST_PARTS = 1024
 
 
 class Cut(NamedTuple):
-    """What a rank holds of a tensor of ``outer * size * inner`` elements, and what it writes.
-
-    Of the middle dimension it holds ``held`` indices from ``first`` on. Where several ranks hold
-    the same, each writes a part of them: from ``begin`` to ``end``.
-    """
+    """What a rank holds of a tensor of ``outer * size * inner`` elements, and what it writes."""
 
     outer: int
     size: int
     inner: int
-    first: int
-    held: int
-    begin: int
-    end: int
+    first: int  # index in the middle dimension, from which on it holds
+    held: int  # so many
+    begin: int  # of these it writes as many as others do that hold the same: from here
+    end: int  # to here
+
+
+Cuts = dict[str, Cut | None]  # by name; see ``cut_of``
 
 
 def cut_of(tensor: torch.Tensor, *, leads: bool) -> Cut | None:
-    """Returns what this rank holds; ``None``, on all ranks, if that is no range of one dimension.
-
-    What is no ``DTensor`` is the leading rank's to write.
-    """
-    if not isinstance(tensor, DTensor):
+    """Returns what this rank holds; ``None``, on all ranks, if it is no range of one dimension."""
+    if not isinstance(tensor, DTensor):  # the leading rank's to write
         count = tensor.numel()
         return Cut(1, count, 1, 0, count, 0, count if leads else 0)
     placements, mesh = tensor.placements, tensor.device_mesh
@@ -86,10 +75,7 @@ def cut_of(tensor: torch.Tensor, *, leads: bool) -> Cut | None:
 
 
 def parts(row: Row, cut: Cut) -> list[Row] | None:
-    """Returns what a rank writes of a region, as rows of its shard; ``None`` if it is too ragged.
-
-    Whether it is, all ranks see alike.
-    """
+    """Returns what a rank writes of a region; ``None``, on all ranks, if it is too ragged."""
     name, offset, shape, stride, dtype, place, target_stride = row
     unit, block = cut.inner, cut.inner * cut.size
     if not unit or not block:
@@ -141,34 +127,29 @@ def _split(dim: tuple[int, int, int], limit: int) -> list[tuple[int, int, int]]:
 # ---- Where it goes
 
 
-@dataclass(slots=True)
 class Mapped:
     """A memory of one worker, in this process."""
 
-    memory: Memory
-    range: Range
-    copies: Copies
-    shards: Copies  # by name of the model's tensor that this rank holds a part of
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         num_bytes: int,
         device: torch.device,
         descriptors: list[int],
         rows: Iterable[Row],
-        shards: Iterable[Row] = (),
-    ) -> Mapped:
-        memory = new_memory(num_bytes, device, descriptors)
-        within = new_range(num_bytes, device)
-        within.show(memory)
-        return cls(memory, within, _copies(rows, within.data), _copies(shards, within.data))
+        shards: Iterable[Row],
+    ) -> None:
+        self.token = uuid.uuid4().hex
+        with ExitStack() as opened:
+            memory = opened.enter_context(closing(new_memory(num_bytes, device, descriptors)))
+            within = opened.enter_context(closing(new_range(num_bytes, device)))
+            within.show(memory)
+            self.copies = _copies(rows, within.data)
+            self.shards = _copies(shards, within.data)  # by name of what this rank has a part of
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         self.copies = self.shards = {}
-        self.range.close()
-        self.memory.close()
+        self._opened.close()
 
 
 def _copies(rows: Iterable[Row], data: torch.Tensor) -> Copies:
@@ -235,11 +216,11 @@ class ShardWriter:
     def __init__(self) -> None:
         self._handover: Handover | None = None
         self._memories: dict[str, Mapped] = {}
-        self._cuts: Mapping[str, Cut | None] = {}
+        self._cuts: Cuts = {}
         # With the model, whose own this is; at exit there is nobody to give memory back to.
         weakref.finalize(self, _close, self._memories).atexit = False
 
-    def tokens(self, cuts: Mapping[str, Cut | None]) -> list[str]:
+    def tokens(self, cuts: Cuts) -> list[str]:
         """Returns what it knows, which is nothing once its tensors are cut in another way."""
         if cuts != self._cuts:
             self.keep(())
@@ -266,11 +247,13 @@ class ShardWriter:
                 continue
             expected.remove(token)
             plan, *memory = descriptors
-            rows = _read_plan(plan)
+            with os.fdopen(plan, "rb") as file:  # whose position several processes share
+                size = os.fstat(plan).st_size
+                rows: list[Row] = msgspec.msgpack.decode(os.pread(file.fileno(), size, 0))
             cuts = {name: self._cuts[name] for name in {row[0] for row in rows}}
             mine = [one for row in rows if (cut := cuts[row[0]]) for one in parts(row, cut) or ()]
             num_bytes = int(str(said["num_bytes"]))
-            self._memories[token] = Mapped.of(num_bytes, device, memory, (), mine)
+            self._memories[token] = Mapped(num_bytes, device, memory, (), mine)
 
     def shards(self, tokens: list[str]) -> list[Copies]:
         return [self._memories[one].shards for one in tokens]
@@ -292,8 +275,3 @@ def plan_file(rows: list[Row]) -> int:
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(msgspec.msgpack.encode(rows))
     return fd
-
-
-def _read_plan(fd: int) -> list[Row]:
-    with os.fdopen(fd, "rb") as file:  # whose position several processes share
-        return msgspec.msgpack.decode(os.pread(fd, os.fstat(file.fileno()).st_size, 0))

@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -293,13 +293,12 @@ def _signature(rest: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """The run that a directory belongs to, and its last writer."""
+class Owner(ProcessIdentity):
+    """The run that a directory belongs to, and its last writer, which is this process."""
 
     run_id: str  # the training run; versions are comparable only within one
     layout: LayoutName  # how versions are stored
     epoch: int  # number of the writer; each counts on from the one before
-    process: ProcessIdentity  # the writer's
     released: bool  # whether it has given the directory back
     # Writers from this epoch on have certainly ended: their folders may be written again. An older
     # one may have been replaced while it was stopped, and writes on when it resumes.
@@ -312,15 +311,12 @@ class Owner:
             record = read_json(path)
         except FileNotFoundError:
             return None
-        run_id, layout, epoch, released, reusable_from = fields_of(
-            record, path, run_id=str, layout=str, epoch=int, released=bool, reusable_from=int
-        )
-        process = fields_of(record, path, host=str, hostname=str, pid=int, start_time=int)
-        return cls(run_id, layout, epoch, ProcessIdentity(*process), released, reusable_from)
+        types = {"int": int, "bool": bool}  # names and literals are text
+        kinds = {one.name: types.get(str(one.type), str) for one in fields(cls)}
+        return cls(*fields_of(record, path, **kinds))
 
     def write(self, directory: Path, *, fsync: bool) -> None:
-        record = asdict(self)
-        write_json(directory / MARKER, record | record.pop("process"), fsync=fsync)
+        write_json(directory / MARKER, asdict(self), fsync=fsync)
 
     @classmethod
     def before(
@@ -348,7 +344,7 @@ class Owner:
 
 
 class WriterLock:
-    """The right to publish into one directory, from ``acquire`` to ``release``.
+    """The right to publish into one directory.
 
     ``LOCK`` is held by ``flock`` for the writer's life; where that does not reach other hosts, the
     epoch still does. ``CURRENT`` moves only inside ``commit()``, under ``COMMIT`` and with the own
@@ -364,17 +360,18 @@ class WriterLock:
     def acquire(self, layout: LayoutName, run_id: str | None, *, takeover: bool) -> None:
         """Becomes the owner, inside a ``commit``; removes what others left to be removed."""
         found = Owner.before(self._directory, layout, run_id, takeover=takeover)
-        me = ProcessIdentity.current()
-        last = found or Owner(run_id or secrets.token_hex(16), layout, 0, me, True, reusable_from=1)
-        gone, path = last.released or last.process.is_gone(), self._directory / LOCK
+        me: dict[str, Any] = asdict(ProcessIdentity.current()) | {"layout": layout}
+        me["run_id"] = run_id or (found.run_id if found else secrets.token_hex(16))
+        last = found or Owner(**me, epoch=0, released=True, reusable_from=1)
+        gone, path = last.released or last.is_gone(), self._directory / LOCK
         handle = open_file(path, os.O_RDWR | os.O_CREAT)
         locked = not take_lock(handle)
         # A dead owner's lock lives on in processes that it forked; those are no owners.
         if (gone is False or (locked and (last.released or not gone))) and not takeover:
             os.close(handle)
             raise SnapshotError(
-                f"{self._directory}: another writer holds it: {self._last_process()}; end that "
-                "process, or pass takeover=True to fence it"
+                f"{self._directory}: another writer holds it: {found or 'an unknown process'}; end "
+                "that process, or pass takeover=True to fence it"
             )
         if locked:
             os.close(handle)
@@ -391,7 +388,7 @@ class WriterLock:
         epoch = last.epoch + 1
         # Carried on: one that was replaced alive may resume long after its successor has ended.
         reusable_from = last.reusable_from if gone else epoch
-        self.owner = Owner(run_id or last.run_id, layout, epoch, me, False, reusable_from)
+        self.owner = Owner(**me, epoch=epoch, released=False, reusable_from=reusable_from)
         self.owner.write(self._directory, fsync=self._fsync)
 
     def check(self) -> None:
@@ -399,11 +396,10 @@ class WriterLock:
         found = Owner.read(self._directory)
         if found is None:
             raise SnapshotError(f"{self._directory}: {MARKER} is gone: removed or replaced")
-        # In a directory that was removed and made anew, epochs begin again.
-        if (found.epoch, found.process) != (self.owner.epoch, self.owner.process):
+        if found != self.owner:
             raise FencedWriterError(
-                f"{self._directory}: writer of epoch {self.owner.epoch} was replaced by "
-                f"{found.process}, epoch {found.epoch}"
+                f"{self._directory}: writer of epoch {self.owner.epoch} was replaced by {found}, "
+                f"epoch {found.epoch}"
             )
 
     @contextmanager
@@ -413,9 +409,10 @@ class WriterLock:
         with opened(path, os.O_RDWR | os.O_CREAT) as handle:
             while not take_lock(handle):
                 if deadline.passed:
+                    owner = Owner.read(self._directory) or "an unknown process"
                     raise SnapshotError(
-                        f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, "
-                        f"{self._last_process()}, may be stopped in the middle of a commit"
+                        f"{path}: locked for {LOCK_TIMEOUT_S} s; the owner, {owner}, may be "
+                        "stopped in the middle of a commit"
                     )
                 time.sleep(_POLL_S)
             if by_owner:
@@ -441,7 +438,3 @@ class WriterLock:
         finally:
             os.close(self._handle)
             self._handle = -1
-
-    def _last_process(self) -> str:
-        owner = Owner.read(self._directory)
-        return "an unknown process" if owner is None else str(owner.process)
