@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         BroadcastTransport as BroadcastTransport,
     )
     from torchrl_vllm_sync.weights.ipc import IPCTransport as IPCTransport
-    from torchrl_vllm_sync.weights.metadata import ParamMeta as ParamMeta
+    from torchrl_vllm_sync.weights.module import ParamMeta as ParamMeta
     from torchrl_vllm_sync.weights.p2p.transport import P2PTransport as P2PTransport
     from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader as SnapshotReader
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport as MemmapTransport

@@ -17,10 +17,9 @@ import torch
 from tests.fakes import weights as fakes
 from torchrl_vllm_sync import MemmapTransport, ReplicaState, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError, SyncError
-from torchrl_vllm_sync.weights.p2p.handover import hand_over
+from torchrl_vllm_sync.weights.p2p.handover import hand_over, this_node
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
-from torchrl_vllm_sync.weights.places import this_node
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshots import transport as transport_module
 from torchrl_vllm_sync.weights.snapshots.transport import PREFIX, SHARED_MEMORY

@@ -5,7 +5,7 @@ import pytest
 from tests.engine.checks import assert_holds, perturbed
 from torchrl_vllm_sync import IPCTransport, MemmapTransport, P2PTransport, WeightUpdater
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
-from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.p2p.handover import this_node
 
 
 def test_engines_on_a_cpu_are_refused_and_go_on(service, model):

@@ -1,7 +1,5 @@
 """Checksums tell apart what a wrong transfer leaves behind, and nothing else."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -89,8 +87,7 @@ def test_batches_for_a_kernel_keep_the_order_and_their_bound(monkeypatch, limit)
         seen.append([one.nbytes for one in tensors])
         return torch.tensor([int(audit._sum(one)) for one in tensors])
 
-    fused = SimpleNamespace(checksums=of_all)
-    monkeypatch.setattr("torchrl_vllm_sync.weights.fused", fused, raising=False)
+    monkeypatch.setattr(audit, "_fused_sums", of_all)
     monkeypatch.setattr(audit, "_is_fusible", lambda one: one.nbytes % 8 == 0)
     monkeypatch.setattr(audit, "BATCH_BYTES", limit)
     tensors = [values(count) for count in (20, 40, 60, 7, 80, 100)]

@@ -27,7 +27,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.p2p.handover import this_node
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Members, Push
 

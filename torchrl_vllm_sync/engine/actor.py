@@ -42,8 +42,8 @@ from torchrl_vllm_sync.replica import (
     ReplicaState,
     Silence,
 )
-from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.module import to_json
+from torchrl_vllm_sync.weights.p2p.handover import this_node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

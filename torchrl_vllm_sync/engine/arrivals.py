@@ -17,8 +17,8 @@ from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.engine.updates import Watchdog, path_of, raise_failures
 from torchrl_vllm_sync.errors import SnapshotError, SyncError, TransferError, WeightMismatchError
 from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.places import this_node
+from torchrl_vllm_sync.weights.module import ParamMeta, to_json
+from torchrl_vllm_sync.weights.p2p.handover import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.reader import SnapshotReader
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.checks import Deadline
     from torchrl_vllm_sync.engine.updates import Updates
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.snapshots.reader import Snapshot
     from torchrl_vllm_sync.weights.transport import PauseMode
 

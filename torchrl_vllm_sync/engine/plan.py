@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
-from torchrl_vllm_sync.weights.module import storage_key, tensors_in
+from torchrl_vllm_sync.weights.module import ParamMeta, storage_key, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters
 # single elements of a large tensor needs more.

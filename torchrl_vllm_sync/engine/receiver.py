@@ -33,7 +33,7 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     BroadcastGroup,
     Rendezvous,
 )
-from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, metadata_digest
+from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
 from torchrl_vllm_sync.weights.p2p.handover import hand_over
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena
 

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.module import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

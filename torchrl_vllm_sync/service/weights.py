@@ -15,15 +15,14 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import describe_replicas
-from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S
+from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S, Answers, Replicas
 from torchrl_vllm_sync.versions import check_version
-from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
+from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, WeightTransport
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.service.replicas import Answers, Replicas
     from torchrl_vllm_sync.weights.audit import AuditReport
 
 # Seconds for vLLM's calls that have no limit of their own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,17 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
-from torchrl_vllm_sync.weights.metadata import checked, from_json, metadata_digest, to_json
-from torchrl_vllm_sync.weights.module import local
-from torchrl_vllm_sync.weights.source import StableSource, views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
+from torchrl_vllm_sync.weights.module import (
+    ParamMeta,
+    checked,
+    from_json,
+    local,
+    metadata_digest,
+    to_json,
+)
+from torchrl_vllm_sync.weights.source import StableSource, WeightSource, views_of
+from torchrl_vllm_sync.weights.transport import GRACE_S, ReplicaClient, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import ReplicaClient
 
 # ---- Checksums
 
@@ -28,6 +32,7 @@ CHUNK_WORDS = 2**22
 WORD_BYTES = 8
 # Read by one kernel, and kept until then: some are copies.
 BATCH_BYTES = 2**30
+BLOCK_WORDS = 4096  # of it
 # The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 # 2014), its constants as the signed numbers torch computes with.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -49,9 +54,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     def add() -> None:
         nonlocal num_bytes
         if batch:
-            from torchrl_vllm_sync.weights import fused  # whose Triton builds for CPUs lack
-
-            sums.extend(fused.checksums(batch).unbind())
+            sums.extend(_fused_sums(batch).unbind())
             batch.clear()
             num_bytes = 0
 
@@ -99,6 +102,44 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
         total += words.sum()
         position = end
     return total
+
+
+def _fused_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """As ``_sum``, of contiguous tensors of whole words on one GPU, by one kernel."""
+    global tl
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    pointers = torch.tensor([one.data_ptr() for one in tensors])
+    sizes = torch.tensor([one.nbytes for one in tensors])
+    words = sizes // WORD_BYTES
+    blocks = -(-words // BLOCK_WORDS)
+    owners = torch.repeat_interleave(blocks)
+    begins = blocks.cumsum(0) - blocks
+    device = tensors[0].device
+    totals, *table = (one.to(device) for one in (sizes, pointers, words, owners, begins))
+    with torch.cuda.device(device):
+        _compiled(triton)[(len(owners),)](*table, totals, BLOCK=BLOCK_WORDS)
+    return totals
+
+
+@functools.cache
+def _compiled(triton: Any) -> Any:
+    return triton.jit(_add_blocks)
+
+
+def _add_blocks(pointers, words, owners, begins, totals, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    block = tl.program_id(0)
+    owner = tl.load(owners + block)
+    at = (block - tl.load(begins + owner)) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(words + owner)
+    begin = tl.load(pointers + owner).to(tl.pointer_type(tl.uint64))
+    word = tl.load(begin + at, mask=inside, other=0)
+    word ^= (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    word ^= word >> 31
+    tl.atomic_add(totals + owner, tl.sum(tl.where(inside, word, 0)).to(tl.int64, bitcast=True))
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,35 +1,131 @@
-"""The default transport, chosen at the first push."""
+"""Which transport, by where trainer and engines are; the default one chooses at the first push."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import NOT_STAGED
+from torchrl_vllm_sync.replica import NOT_STAGED, EngineDescription
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.ipc import IPCTransport
+from torchrl_vllm_sync.weights.p2p.handover import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
-from torchrl_vllm_sync.weights.places import (
-    Place,
-    choose_transport,
-    devices_of,
-    place_of,
-    why_not_p2p,
-)
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.transport import failed
+from torchrl_vllm_sync.weights.source import WeightSource, current_device, device_uuid, devices_of
+from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.places import TransportName
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport
+    from collections.abc import Callable, Iterable, Mapping
 
 logger = logging.getLogger(__name__)
+
+TransportName = Literal["auto", "broadcast", "ipc", "memmap", "p2p"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one side keeps its weights."""
+
+    node_id: str  # see :func:`this_node`; empty if unknown, which is like no other
+    device_type: str  # ``"cpu"`` or ``"cuda"``; anything else is a mixture
+    device_uuids: tuple[str, ...] = ()  # see :func:`device_uuid`; empty on a CPU, or if unknown
+    why_not_written: str = NOT_STAGED  # of an engine, see ``EngineDescription``
+
+
+def choose_transport(
+    trainer: Place, engines: Mapping[str, Place | EngineDescription]
+) -> TransportName:
+    """Names the transport that moves weights from ``trainer`` to all ``engines``.
+
+    In this order: ``ipc`` if each engine is on the trainer's GPU and on no other; ``p2p`` if all
+    are on the trainer's node, on CPUs as it is or on GPUs that its own reaches, and have reserved
+    memory that can be written to; ``broadcast`` if all are on GPUs of their own; ``memmap`` if all
+    are on the trainer's node, whose shared memory they see; ``broadcast`` over Gloo if all are on
+    CPUs. Whether GPUs reach each other is only asked of those that this process sees.
+
+    Args:
+        trainer: Where the trainer's weights are.
+        engines: Replica id to where its weights are.
+
+    Returns:
+        ``"ipc"``, ``"p2p"``, ``"broadcast"`` or ``"memmap"``.
+
+    Raises:
+        UnsupportedArgumentError: None does for all; ``MemmapTransport(directory)`` may.
+    """
+    places = list(engines.values())
+    everybody = [trainer, *places]
+    if places and all(one.device_type == "cuda" for one in everybody):
+        own = set(trainer.device_uuids)
+        if own and all(set(one.device_uuids) == own for one in places):
+            return "ipc"
+    if places and not why_not_p2p(trainer, engines):
+        return "p2p"
+    if places and all(one.device_type == "cuda" for one in everybody):
+        own = set(trainer.device_uuids)
+        if not any(own & set(one.device_uuids) for one in places):
+            return "broadcast"
+    if all(one.node_id and one.node_id == trainer.node_id for one in places):
+        return "memmap"
+    if all(one.device_type == "cpu" for one in everybody):
+        return "broadcast"
+    where = "; ".join(f"replica {name} {_named(place)}" for name, place in engines.items())
+    raise UnsupportedArgumentError(
+        "no transport reaches every replica on its own: the trainer's weights are "
+        f"{_named(trainer)}, {where}: name one, such as MemmapTransport(directory) in a shared "
+        "file system"
+    )
+
+
+def why_not_p2p(trainer: Place, engines: Mapping[str, Place | EngineDescription]) -> str:
+    """Why a trainer cannot write to the memory of all engines; empty if nothing is known."""
+    own = set(trainer.device_uuids)
+    for name, one in engines.items():
+        if not one.node_id or one.node_id != trainer.node_id:
+            reason = "it is on another host than the trainer"
+        elif one.device_type != trainer.device_type:
+            reason = f"it is on {one.device_type}, the trainer on {trainer.device_type}"
+        elif own & set(one.device_uuids):
+            reason = "it shares the trainer's GPU"
+        elif one.device_type == "cuda" and (apart := _unreachable(own, one.device_uuids)):
+            reason = f"the trainer's GPU does not reach its {apart}"
+        else:
+            reason = one.why_not_written
+        if reason:
+            return f"replica {name}: {reason}"
+    return ""
+
+
+def _unreachable(own: set[str], others: Iterable[str]) -> str:
+    """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
+    visible = {
+        device_uuid(torch.device("cuda", index)): index
+        for index in range(torch.cuda.device_count())
+    }
+    for other in visible.keys() & others:
+        for mine in visible.keys() & own:
+            if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
+                return other
+    return ""
+
+
+def _named(place: Place | EngineDescription) -> str:
+    return f"on {place.device_type} of node {place.node_id or 'unknown'}"
+
+
+def place_of(source: WeightSource) -> Place:
+    """Returns where a source's tensors are, without reading them; else the current GPU, if used."""
+    own = "cuda" if torch.cuda.is_initialized() else "cpu"
+    devices = devices_of(source) or {current_device(own)}
+    kinds = " and ".join({device.type for device in devices})
+    if len(devices) > 1:
+        return Place(node_id=this_node(), device_type=f"several devices ({kinds})")
+    uuids = tuple(uuid for uuid in map(device_uuid, devices) if uuid)
+    return Place(node_id=this_node(), device_type=kinds, device_uuids=uuids)
 
 
 class AutoTransport:

@@ -14,18 +14,27 @@ from packaging.version import Version
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.broadcast.buckets import check_device
-from torchrl_vllm_sync.weights.metadata import checked, dtype_name
-from torchrl_vllm_sync.weights.places import current_device, device_uuid, home_device
-from torchrl_vllm_sync.weights.source import views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
+from torchrl_vllm_sync.weights.module import ParamMeta, checked, dtype_name
+from torchrl_vllm_sync.weights.source import (
+    WeightSource,
+    current_device,
+    device_uuid,
+    home_device,
+    views_of,
+)
+from torchrl_vllm_sync.weights.transport import (
+    GRACE_S,
+    Members,
+    Push,
+    ReplicaClient,
+    failed,
+    raise_exceptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import Members, Push, ReplicaClient
 
 SHORT_TIMEOUT_S = 30.0
 DEFAULT_BUFFER_BYTES = 256 * 2**20

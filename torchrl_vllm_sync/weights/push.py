@@ -30,11 +30,12 @@ from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import Content, WeightSource, as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     MOST_ATTEMPTS,
     Members,
+    PauseMode,
     PendingCalls,
     PhaseTimes,
     Push,
@@ -52,9 +53,7 @@ from torchrl_vllm_sync.weights.transport import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode
+    from torchrl_vllm_sync.weights.module import ParamMeta
 
 
 # ---- Earlier pushes: their times, and their versions

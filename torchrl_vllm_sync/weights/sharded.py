@@ -34,11 +34,14 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.weights.broadcast.group import wait_until
-from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
+    Bundle,
+    ParamMeta,
+    Plan,
     check_readable,
     is_peft,
     known_of,
+    metadata_digest,
     plan_of,
     repeated,
     same_values,
@@ -46,14 +49,19 @@ from torchrl_vllm_sync.weights.module import (
     unwrap,
 )
 from torchrl_vllm_sync.weights.p2p.handover import this_node
-from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut_of, finish, write
+from torchrl_vllm_sync.weights.p2p.writes import (
+    Cut,
+    Offer,
+    Passed,
+    ShardWriter,
+    cut_of,
+    finish,
+    write,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.module import Bundle, Plan
-    from torchrl_vllm_sync.weights.p2p.writes import Cut
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -13,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.checks import first_few
-from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.module import (
     Known,
     ModuleSource,
+    ParamMeta,
     check_readable,
     is_peft,
     known_of,
@@ -26,13 +27,13 @@ from torchrl_vllm_sync.weights.module import (
     same_values,
     whole,
 )
-from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
+from torchrl_vllm_sync.weights.sharded import Renaming, ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchrl_vllm_sync.weights.sharded import Renaming
+    from torchrl_vllm_sync.replica import EngineDescription
 
 
 HEAD = "lm_head.weight"
@@ -386,3 +387,71 @@ def _glance(tensor: torch.Tensor, *, with_values: bool) -> tuple[Any, ...]:
         sample = bytes_of(flat[:: max(flat.numel() // 16, 1)]).tobytes()
     writes = None if tensor.is_inference() else tensor._version
     return storage, one.storage_offset(), one.shape, one.stride(), writes, sample
+
+
+# ---- Where a source is
+#
+# A transport sends from where the weights are. The current CUDA device says little of that: it is
+# each thread's own, and a process that keeps a model on ``cuda:1`` need never have made it current.
+
+
+def device_uuid(device: torch.device) -> str:
+    """Returns the UUID of a GPU, the same in every process; empty for a CPU."""
+    return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_name(device: torch.device) -> str:
+    """Returns a GPU's name, or how many cores of a CPU this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {len(os.sched_getaffinity(0))} cores"
+
+
+def devices_of(source: WeightSource) -> set[torch.device]:
+    """Returns the devices of a source's tensors, or of its module's; none if it has neither."""
+    if not isinstance(source, StableSource):
+        return set()
+    named = source.views()
+    if named is None:
+        owner = source.owner
+        named = owner.named_parameters() if isinstance(owner, torch.nn.Module) else ()
+    return {tensor.device for _, tensor in named}
+
+
+def home_device(source: WeightSource | None, kind: str) -> torch.device | None:
+    """Returns the device of a kind that a source's tensors are on; ``None`` unless it is one."""
+    devices = set() if source is None else devices_of(source)
+    of_kind = [one for one in devices if one.type == kind]
+    return of_kind[0] if len(of_kind) == 1 else None
+
+
+def current_device(kind: str) -> torch.device:
+    """Returns this thread's current CUDA device, or the CPU."""
+    if kind == "cuda":
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
+
+
+def sending_device(
+    transport: str,
+    engines: Mapping[str, EngineDescription],
+    source: WeightSource | None,
+    given: torch.device | None,
+) -> torch.device:
+    """Returns the trainer's device, which must be of the engines' kind."""
+    kind, *others = sorted({one.device_type for one in engines.values()})
+    device = given or home_device(source, kind) or torch.device(kind)
+    if others:
+        places = (f"replica {name} is on {one.device_type}" for name, one in engines.items())
+        where = ", ".join(places)
+    elif kind == "cuda" and not torch.cuda.is_available():
+        where = "the engines are on cuda, the trainer is on a host without CUDA"
+    elif device.type != kind:
+        where = f"the engines are on {kind}, the trainer is on {device}"
+    else:
+        is_indexed = kind == "cuda" and device.index is not None
+        return device if is_indexed else current_device(kind)
+    raise UnsupportedArgumentError(
+        f"the {transport} transport needs trainer and engines on one kind of device, and {where}: "
+        "use the memmap transport"
+    )

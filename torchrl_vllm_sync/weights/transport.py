@@ -15,12 +15,11 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import LoadReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineDescription, LoadReport, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 
 

@@ -18,8 +18,7 @@ import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.group import left_s
-from torchrl_vllm_sync.weights.metadata import checked, metadata_digest
-from torchrl_vllm_sync.weights.module import storage_key
+from torchrl_vllm_sync.weights.module import ParamMeta, checked, metadata_digest, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 
 # Three of these on each side keep an NVLink busy and take 384 MiB.

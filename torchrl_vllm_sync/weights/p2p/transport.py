@@ -14,7 +14,7 @@ import torch
 
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p.handover import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.p2p.writes import (
     Mapped,
@@ -25,8 +25,7 @@ from torchrl_vllm_sync.weights.p2p.writes import (
     plan_file,
     write,
 )
-from torchrl_vllm_sync.weights.places import sending_device
-from torchrl_vllm_sync.weights.source import sharded_of, views_of
+from torchrl_vllm_sync.weights.source import sending_device, sharded_of, views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:

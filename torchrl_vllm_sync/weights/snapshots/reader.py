@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
+    from torchrl_vllm_sync.weights.module import ParamMeta
     from torchrl_vllm_sync.weights.snapshots.data_file import DataLayout, Manifest
 
 _POLL_S = 0.02

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import SnapshotError, StaleVersionError
-from torchrl_vllm_sync.weights.metadata import checked
+from torchrl_vllm_sync.weights.module import ParamMeta, checked
 from torchrl_vllm_sync.weights.snapshots import data_file, files
 from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, Manifest
 from torchrl_vllm_sync.weights.transport import PhaseTimes
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     import torch
-
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
 
     Tensors = Iterable[tuple[str, torch.Tensor]]
 
