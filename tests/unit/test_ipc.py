@@ -157,7 +157,9 @@ def here(monkeypatch):
     """A trainer whose one device passes for a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(ipc, "current_device", lambda kind: torch.device("cpu"))
+    monkeypatch.setattr(
+        "torchrl_vllm_sync.weights.source.current_device", lambda kind: torch.device("cpu")
+    )
     monkeypatch.setattr(ipc, "device_uuid", lambda device: "GPU-own")
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda one: (None, "it"))
 

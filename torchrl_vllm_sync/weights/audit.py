@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
-from torchrl_vllm_sync.weights.module import (
-    ParamMeta,
-    checked,
-    from_json,
-    local,
-    metadata_digest,
-    to_json,
-)
+from torchrl_vllm_sync.weights.module import checked, from_json, local, metadata_digest, to_json
 from torchrl_vllm_sync.weights.source import StableSource, WeightSource, views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, ReplicaClient, failed, raise_exceptions
+from torchrl_vllm_sync.weights.transport import (
+    GRACE_S,
+    ReplicaClient,
+    ask,
+    failed,
+    raise_exceptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from torchrl_vllm_sync.weights.module import ParamMeta
 
 
 # ---- Checksums
@@ -277,7 +278,7 @@ class Auditor:
         new = {name: one for name, one in known.items() if self._known.get(name) != one}
         if new:
             calls = dict.fromkeys(new, (to_json(metadata),))
-            answers = self._ask("plan_audit", calls, timeout_s)
+            answers = ask(self._client, "plan_audit", calls, timeout_s)
             raise_exceptions(answers)
             self._held |= {n: [Slice.read(rows) for rows in one] for n, one in answers.items()}
             self._known |= new
@@ -341,7 +342,8 @@ class Auditor:
         ((_, tensor),) = self._tensors(source, [one.name])
         num_different, largest = 0, list[torch.Tensor]()
         for index, chunk in enumerate(_chunks(one.of(tensor))):
-            answers = self._ask("audit_values", {name: (self._digest, rank, at, index)}, timeout_s)
+            calls = {name: (self._digest, rank, at, index)}
+            answers = ask(self._client, "audit_values", calls, timeout_s)
             raise_exceptions(answers)
             mine = chunk.cpu()
             theirs = torch.frombuffer(bytearray(answers[name]), dtype=torch.uint8)
@@ -351,9 +353,3 @@ class Auditor:
             largest += [far[bits].max()] if bits.any() else []
         found = {"num_different": num_different, "largest": torch.stack(largest).max().item()}
         return WeightDifference(name=one.name, replica_id=name, rank=rank, **found)
-
-    def _ask(
-        self, method: str, calls: Mapping[str, tuple[Any, ...]], timeout_s: float
-    ) -> dict[str, Any]:
-        pending = self._client.start_calls(method, calls, timeout_s=timeout_s)
-        return pending.answers(timeout_s + GRACE_S)

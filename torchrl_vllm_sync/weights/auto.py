@@ -16,7 +16,7 @@ from torchrl_vllm_sync.weights.p2p.handover import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import WeightSource, current_device, device_uuid, devices_of
-from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport, failed
+from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport, failed, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -57,21 +57,18 @@ def choose_transport(
     Raises:
         UnsupportedArgumentError: None does for all; ``MemmapTransport(directory)`` may.
     """
-    places = list(engines.values())
-    everybody = [trainer, *places]
-    if places and all(one.device_type == "cuda" for one in everybody):
-        own = set(trainer.device_uuids)
-        if own and all(set(one.device_uuids) == own for one in places):
-            return "ipc"
+    places, own = list(engines.values()), set(trainer.device_uuids)
+    kinds = {one.device_type for one in [trainer, *places]}
+    on_gpus = places and kinds == {"cuda"}
+    if on_gpus and own and all(set(one.device_uuids) == own for one in places):
+        return "ipc"
     if places and not why_not_p2p(trainer, engines):
         return "p2p"
-    if places and all(one.device_type == "cuda" for one in everybody):
-        own = set(trainer.device_uuids)
-        if not any(own & set(one.device_uuids) for one in places):
-            return "broadcast"
+    if on_gpus and not any(own & set(one.device_uuids) for one in places):
+        return "broadcast"
     if all(one.node_id and one.node_id == trainer.node_id for one in places):
         return "memmap"
-    if all(one.device_type == "cpu" for one in everybody):
+    if kinds == {"cpu"}:
         return "broadcast"
     where = "; ".join(f"replica {name} {_named(place)}" for name, place in engines.items())
     raise UnsupportedArgumentError(
@@ -102,10 +99,8 @@ def why_not_p2p(trainer: Place, engines: Mapping[str, Place | EngineDescription]
 
 def _unreachable(own: set[str], others: Iterable[str]) -> str:
     """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
-    visible = {
-        device_uuid(torch.device("cuda", index)): index
-        for index in range(torch.cuda.device_count())
-    }
+    gpus = range(torch.cuda.device_count())
+    visible = {device_uuid(torch.device("cuda", index)): index for index in gpus}
     for other in visible.keys() & others:
         for mine in visible.keys() & own:
             if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
@@ -171,17 +166,20 @@ class AutoTransport:
         Arguments are those of :meth:`WeightTransport.open`.
         """
         place = self._place if source is None else place_of(source)
-        if place is not None and (self._chosen is None or place != self._place):
+        is_given_up = self._unwritable and isinstance(self._chosen, P2PTransport)
+        if place is not None and (self._chosen is None or place != self._place or is_given_up):
             self._choose(place, members, source)
+        if is_given_up:
+            why = self._unwritable
+            logger.warning("%s is used from now on, since p2p cannot be: %s", self.name, why)
         try:
-            if self._unwritable and isinstance(self._chosen, P2PTransport):
-                self._give_p2p_up(members, source, self._unwritable)
-            elif self._chosen is not None:
+            if self._chosen is not None:
                 self._chosen.open(members, source)
         except UnsupportedArgumentError as error:  # such as of a replica that came on another host
             if not isinstance(self._chosen, P2PTransport):
                 raise
-            self._give_p2p_up(members, source, str(error))
+            self._unwritable = reason_of(error)
+            self.open(members, source)  # what would have been chosen without it
 
     def _choose(self, place: Place, members: Members, source: WeightSource | None) -> None:
         engines: Mapping[str, EngineDescription] = members.describe()
@@ -198,15 +196,6 @@ class AutoTransport:
         elif any(one.why_not_written != NOT_STAGED for one in engines.values()):
             logger.info("%s is used, not p2p: %s", self.name, why_not_p2p(place, engines))
 
-    def _give_p2p_up(self, members: Members, source: WeightSource | None, reason: str) -> None:
-        """Opens what would have been chosen without it."""
-        assert self._place is not None
-        self._unwritable = reason
-        self._choose(self._place, members, source)
-        logger.warning("%s is used from now on, since p2p cannot be: %s", self.name, reason)
-        if self._chosen is not None:
-            self._chosen.open(members, source)
-
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Sends through the transport chosen.
 
@@ -222,8 +211,9 @@ class AutoTransport:
         try:
             answers = self._chosen.send(members, push)
         except TransferError as error:  # nothing was sent
-            self._give_p2p_up(members, push.source, str(error))
-            return self._chosen.send(members, push)
+            self._unwritable = reason_of(error)
+            self.open(members, push.source)
+            return self.send(members, push)
         for name in answers.keys() - failed(answers):
             if reason := answers[name].get("path_reason"):  # a plan that the first push refuted
                 self._unwritable = f"replica {name}: {reason}"  # it has got this push

@@ -15,26 +15,15 @@ from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.broadcast.buckets import check_device
 from torchrl_vllm_sync.weights.module import ParamMeta, checked, dtype_name
-from torchrl_vllm_sync.weights.source import (
-    WeightSource,
-    current_device,
-    device_uuid,
-    home_device,
-    views_of,
-)
-from torchrl_vllm_sync.weights.transport import (
-    GRACE_S,
-    Members,
-    Push,
-    ReplicaClient,
-    failed,
-    raise_exceptions,
-)
+from torchrl_vllm_sync.weights.source import device_uuid, home_device, sending_device, views_of
+from torchrl_vllm_sync.weights.transport import GRACE_S, ask, failed, raise_exceptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from torchrl_vllm_sync.replica import EngineDescription
+    from torchrl_vllm_sync.weights.source import WeightSource
+    from torchrl_vllm_sync.weights.transport import Members, Push, ReplicaClient
+
 
 SHORT_TIMEOUT_S = 30.0
 DEFAULT_BUFFER_BYTES = 256 * 2**20
@@ -81,15 +70,26 @@ class IPCTransport:
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Has the workers use vLLM's ``ipc`` engine; does nothing when all that count do.
 
-        Arguments are those of :meth:`WeightTransport.open`. Refuses engines that are not on the
-        trainer's GPU alone.
+        Arguments are those of :meth:`WeightTransport.open`.
+
+        Raises:
+            UnsupportedArgumentError: An engine is not on the trainer's GPU alone.
         """
         home = home_device(source, "cuda")
         is_open = self._client is not None and members.incarnations == self._joined
         if is_open and home in (None, self._device):
             return
         alive = members.describe()
-        self._device = _device_for(home, alive)
+        device = sending_device(self.name, alive, source, only="cuda")
+        own = device_uuid(device)
+        for name, one in alive.items():
+            if set(one.device_uuids) != {own}:
+                raise UnsupportedArgumentError(
+                    "the ipc transport needs trainer and engines on one CUDA device, and replica "
+                    f"{name} is on {list(one.device_uuids)}, the trainer on {own}: use the "
+                    "broadcast transport"
+                )
+        self._device = device
         inits: dict[str, tuple[dict[str, Any]]] = {}
         for name, one in alive.items():
             is_old = Version(Version(one.vllm_version).base_version) < _FIRST_WITH_PACKING_AT_INIT
@@ -114,10 +114,8 @@ class IPCTransport:
             for name, tensor in views_of(push.source) or ():
                 check_device(name, tensor, self._device)
             self._make_buffer(push.source.metadata())
-            limit_s = push.timeout_s
-            calls = members.start(
-                "start_weight_update", run_id=self.run_id, timeout_s=limit_s, **push.terms
-            )
+            begun = {"run_id": self.run_id, "timeout_s": push.timeout_s, **push.terms}
+            calls = members.start("start_weight_update", **begun)
             answers = calls.answers(deadline.left_s + GRACE_S)
         with push.times.measure("send_s"):
             try:
@@ -158,8 +156,7 @@ class IPCTransport:
             handles = {device_uuid(self._device): reduce_tensor(self._buffer)[1]}
             own = {**info, **self._fields[name], "ipc_handles_bytes": pickle.dumps(handles)}
             calls[name] = (own,)
-        shown = members.client.start_calls("update_weights", calls, timeout_s=left)
-        return shown.answers(left + GRACE_S)
+        return ask(members.client, "update_weights", calls, left)
 
     def _make_buffer(self, metadata: list[ParamMeta]) -> None:
         size = max([self._buffer_bytes, *(one.num_bytes for one in metadata)])
@@ -197,23 +194,3 @@ class IPCTransport:
                 uses = self._client.start_calls("use_transfer_engine", joined)
                 uses.answers(SHORT_TIMEOUT_S)
         self._forget()
-
-
-def _device_for(home: torch.device | None, alive: Mapping[str, EngineDescription]) -> torch.device:
-    need = "the ipc transport needs trainer and engines on one CUDA device, and"
-    kinds, where = {one.device_type for one in alive.values()}, ""
-    if kinds != {"cuda"}:
-        where = f"the engines are on {' and '.join(sorted(kinds))}"
-    elif not torch.cuda.is_available():
-        where = "the trainer is on a host without CUDA"
-    if where:
-        raise UnsupportedArgumentError(f"{need} {where}: use the memmap transport")
-    device = home or current_device("cuda")
-    own = device_uuid(device)
-    for name, one in alive.items():
-        if set(one.device_uuids) != {own}:
-            raise UnsupportedArgumentError(
-                f"{need} replica {name} is on {list(one.device_uuids)}, the trainer on {own}: "
-                "use the broadcast transport"
-            )
-    return device

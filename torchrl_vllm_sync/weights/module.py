@@ -298,16 +298,19 @@ class Bundle:
         return views
 
 
+def stand_ins(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Returns tensors of these shapes and dtypes without storage."""
+    sizes = facts.items()
+    return {name: torch.empty(one, dtype=dtype, device="meta") for name, (one, dtype) in sizes}
+
+
 def bundles_of(
     model: torch.nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Bundle]:
     """Returns in which tensors a checkpoint of ``model`` holds the given ones."""
-    stand_ins = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in tensors.items()
-    }
-    with _Origins(stand_ins) as origins:
-        found = _revert(model, dict(stand_ins))
+    hollow = stand_ins(tensors)
+    with _Origins(hollow) as origins:
+        found = _revert(model, dict(hollow))
     makings = {name: origins.of(tensor) for name, tensor in found.items()}
     whole_of: dict[str, frozenset[str]] = {}  # each source to all that it is linked to
     for group in makings.values():
@@ -316,11 +319,11 @@ def bundles_of(
     grouped: dict[frozenset[str], list[str]] = {}
     for name, sources in makings.items():
         grouped.setdefault(whole_of[next(iter(sources))], []).append(name)
-    order = {name: i for i, name in enumerate(stand_ins)}
+    order = {name: i for i, name in enumerate(hollow)}
     bundles: list[Bundle] = []
     for members, names in grouped.items():
         sources = tuple(sorted(members, key=order.__getitem__))
-        whole = stand_ins[sources[0]]
+        whole = hollow[sources[0]]
         windows = None
         if len(sources) == 1 and all(origins.is_view(found[name], whole) for name in names):
             names.sort(key=lambda name: found[name].storage_offset())

@@ -42,6 +42,7 @@ from torchrl_vllm_sync.weights.transport import (
     PushOptions,
     ReplicaClient,
     WeightTransport,
+    ask,
     awaited_replicas,
     check_transport,
     failed,
@@ -76,8 +77,7 @@ class PushKind(NamedTuple):
 class PushDeadlines:
     """Time limits of pushes: 30 s and three times the median of the last ones of the same kind.
 
-    Before there is a measurement, and where requests in flight are waited for, 300 s at least: how
-    long those take says nothing of the next.
+    Without a measurement, and where requests in flight are waited for, 300 s at least.
     """
 
     def __init__(self) -> None:
@@ -156,14 +156,11 @@ def errors_of(reports: list[LoadReport]) -> dict[str, str]:
 
 
 class VersionHooks:
-    """The hooks of one service in this process; a pickled copy has none."""
+    """The hooks of one service in this process."""
 
     def __init__(self) -> None:
         self._hooks: list[Callable[[PushReport], object]] = []
         self._listeners: list[Callable[[int], object]] = []
-
-    def __reduce__(self) -> tuple[type[VersionHooks], tuple[()]]:
-        return type(self), ()
 
     def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Adds a hook; returns an idempotent function that removes it."""
@@ -214,8 +211,7 @@ def load_snapshot(
     client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
     calls = dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"]))
-    options = {"at_least": version, "timeout_s": limit_s}
-    return client.start_calls("load_snapshot", calls, **options).answers(limit_s + GRACE_S)
+    return ask(client, "load_snapshot", calls, limit_s, at_least=version)
 
 
 def catch_up_from_others(
@@ -225,10 +221,7 @@ def catch_up_from_others(
     version: int,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Makes replicas load the snapshot that others loaded, or copy weights of one, which serves on.
-
-    Pushes to that one wait for a chunk at most.
-    """
+    """Makes replicas load the snapshot that others loaded, or copy the weights of one of them."""
     answers: dict[str, Any] = {}
     calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
     told = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
@@ -248,8 +241,7 @@ def catch_up_from_others(
         try:
             while left and offer["version"] == version and not deadline.passed:
                 left_s = max(deadline.left_s, LEAST_S)
-                call = client.start_calls("take_weights", {left[0]: (offer,)}, timeout_s=left_s)
-                answers |= call.answers(left_s + GRACE_S)
+                answers |= ask(client, "take_weights", {left[0]: (offer,)}, left_s)
                 del left[0]
         finally:
             withdrawal = client.start_calls("withdraw_weights", {giver: (offer["token"],)})
@@ -332,10 +324,7 @@ class WeightPusher:
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Keeps pushes of this process out, such as while replicas come or go.
-
-        The thread that holds it may push, and enter it again.
-        """
+        """Keeps pushes of other threads of this process out, such as while replicas come or go."""
         if not self._lock.acquire(timeout=timeout_s):
             raise SyncError(f"a push was under way for {timeout_s:g} s")
         try:
@@ -352,8 +341,7 @@ class WeightPusher:
             while True:
                 with contextlib.ExitStack() as turn:
                     try:
-                        was_ours = turn.enter_context(self._turn(ending))
-                        self._ledger.is_current &= was_ours()
+                        turn.enter_context(self._turn(ending))()
                     except PushUnderWayError:
                         if deadline.passed:
                             raise
@@ -368,7 +356,8 @@ class WeightPusher:
 
         All trainers ask the same replica first, so that one of two that begin at once goes on, and
         then the others, in case that one dies. Yields what waits for their answers and returns
-        whether the push before was this trainer's too. ``ending`` waits for those told of the end.
+        whether the push before was this trainer's too; else the ledger is not current. ``ending``
+        waits for those told of the end.
         """
         members, push_id = self._members, (self._sender, next(self._numbers))
         members.look()
@@ -383,7 +372,9 @@ class WeightPusher:
             for answer in answers:
                 if isinstance(answer, PushUnderWayError):
                     raise answer
-            return all(one is not False for one in answers)
+            is_ours = all(one is not False for one in answers)
+            self._ledger.is_current &= is_ours
+            return is_ours
 
         def give_signs() -> None:
             with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
@@ -421,7 +412,7 @@ class WeightPusher:
 
     def open(self) -> None:
         with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as was_ours:
-            self._ledger.is_current &= was_ours()
+            was_ours()
             self._open()
 
     def step_aside(self) -> None:
@@ -493,14 +484,14 @@ class WeightPusher:
                 if check is not None:
                     check.end()
                 self._check_repeat(given, version)
-                if not (ours := was_ours()):  # another may have pushed since, or holds a replica
+                if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
-                ledger.is_current &= ours
                 self._open(source)
+                metadata, joined = source.metadata(), self._members.incarnations
                 if options.audit:
-                    self._plan_audit(source)
+                    self._auditor.plan(joined, metadata, FIRST_TIMEOUT_S)
                 self._take_stock()
-            num_bytes = sum(meta.num_bytes for meta in source.metadata())
+            num_bytes = sum(meta.num_bytes for meta in metadata)
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
             kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
             # Once more if another process's versions were followed meanwhile, and are as many.
@@ -525,7 +516,10 @@ class WeightPusher:
                     with times.measure("compare_s"):
                         content.summed(given)
                 self._missed = missed
-                if last_try or not failures or not self._was_overtaken(reports, chosen):
+                if last_try or reached_some(reports):
+                    break
+                self._take_stock()
+                if ledger.newest < chosen:
                     break
                 self._open(source)
         if not commits(reports, strict=strict):
@@ -555,23 +549,20 @@ class WeightPusher:
             self._client.refresh_members()
             with self._turn(ending) as was_ours:
                 source = fit_to_model(given, self._expected())
-                self._ledger.is_current &= was_ours()
+                was_ours()
                 self._members.choose()
-                self._plan_audit(source, timeout_s)
-                found = self._auditor.compare(source, self._members.incarnations, timeout_s)
+                metadata, joined = source.metadata(), self._members.incarnations
+                self._auditor.plan(joined, metadata, timeout_s)
+                found = self._auditor.compare(source, joined, timeout_s)
         raise_exceptions(found.failures)
         if found.differences:
             raise WeightAuditError(found.differences)
-        metadata = source.metadata()
         return AuditReport(
             versions=found.versions,
             num_tensors=len(metadata),
             num_bytes=sum(meta.num_bytes for meta in metadata),
             seconds=time.perf_counter() - start,
         )
-
-    def _plan_audit(self, source: WeightSource, timeout_s: float = FIRST_TIMEOUT_S) -> None:
-        self._auditor.plan(self._members.incarnations, source.metadata(), timeout_s)
 
     def _audited(self, push: Push, reports: list[LoadReport]) -> list[LoadReport]:
         """The reports, of failures where replicas hold other weights; these serve no more."""
@@ -583,12 +574,9 @@ class WeightPusher:
         stamp = push.version, UNKNOWN_RUN
         calls = self._client.start_calls("hold_back", dict.fromkeys(wrong, stamp))
         calls.answers(HOLD_BACK_TIMEOUT_S)
-        return [
-            replace(one, version=None, error=wrong[one.replica_id])
-            if one.replica_id in wrong
-            else one
-            for one in reports
-        ]
+        told = {one.replica_id: one for one in reports}
+        told |= {name: replace(told[name], version=None, error=why) for name, why in wrong.items()}
+        return list(told.values())
 
     def _open(self, source: WeightSource | None = None) -> None:
         is_collective = self._transport.is_collective
@@ -627,13 +615,6 @@ class WeightPusher:
         if errors:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
 
-    def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
-        """Whether no replica took ``version`` because they hold as new a one of another process."""
-        if reached_some(reports):
-            return False
-        self._take_stock()
-        return self._ledger.newest >= version
-
     def _take_stock(self) -> None:
         """Asks the replicas what they hold: before the first push, and after one that failed."""
         if not self._ledger.is_current:
@@ -647,10 +628,9 @@ class WeightPusher:
         return calls.answers(STOCK_TIMEOUT_S)
 
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
-        """Brings single replicas to the newest version that others serve, without a push.
+        """Brings single replicas to the newest version that others serve; returns who failed.
 
-        From a snapshot where one is stored, otherwise from a replica whose weights can be copied. A
-        silent replica gets nothing, and keeps no push waiting.
+        Without a push, and a silent replica keeps none waiting.
         """
         deadline = Deadline(timeout_s)
         probes = self._client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))

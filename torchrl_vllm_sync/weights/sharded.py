@@ -1,9 +1,7 @@
 """The tensors of a module sharded by FSDP2: gathered on the sending rank, or written by each rank.
 
-The first of the module's ranks iterates; the others take part with ``participate()`` until the push
-ends. While one group of parameters (a decoder layer, or what comes before or after them) is
-consumed, the next is on its way, and no more than these two are ever alive. A transport that writes
-into memory which all ranks reach gathers nothing: it has each rank write what that holds.
+While one group of parameters (a decoder layer, or what comes before or after them) is consumed, the
+next is on its way, and no more than these two are ever alive.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from torchrl_vllm_sync.weights.broadcast.group import wait_until
 from torchrl_vllm_sync.weights.module import (
     Bundle,
     ParamMeta,
-    Plan,
     check_readable,
     is_peft,
     known_of,
@@ -45,22 +42,17 @@ from torchrl_vllm_sync.weights.module import (
     plan_of,
     repeated,
     same_values,
+    stand_ins,
     storage_key,
     unwrap,
 )
 from torchrl_vllm_sync.weights.p2p.handover import this_node
-from torchrl_vllm_sync.weights.p2p.writes import (
-    Cut,
-    Offer,
-    Passed,
-    ShardWriter,
-    cut_of,
-    finish,
-    write,
-)
+from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut_of, finish, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torchrl_vllm_sync.weights.p2p.writes import Cut
 
 
 logger = logging.getLogger(__name__)
@@ -68,10 +60,9 @@ T = TypeVar("T")
 
 
 class Gather:
-    """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each.
+    """Gathers some tensors at once, in memory that is taken at construction.
 
-    All memory is taken at construction, so that nothing but the network fails in ``launch``: except
-    for tensors cut in another way than ``_Sharded``, which every rank gets, by calls that block.
+    But those that are cut in another way than ``_Sharded`` every rank gets, by calls that block.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, receives: bool) -> None:
@@ -284,15 +275,38 @@ class LeadingRound:
         self._store.set(f"{self._number}/next/{self._step}", what)
         self._step += 1
 
-    def reports(self) -> dict[int, str]:
-        """Waits until all have done what they were called for, and returns what they wrote."""
-        return self._await_ready(self._ranks.timeout_s)
-
     def offers(self) -> dict[int, Offer]:
         """Waits until all have joined, and returns what they can take part in."""
         if self._step == 0:
             self.reports()
         return {rank: _strict(text, Offer, rank) for rank, text in self._offers.items()}
+
+    def reports(self, timeout_s: float | None = None) -> dict[int, str]:
+        """Waits until all have done what they were called for, and returns what they wrote."""
+        timeout_s = self._ranks.timeout_s if timeout_s is None else timeout_s
+        with suppress(dist.DistStoreError):
+            self._store.wait(self._keys(), timedelta(seconds=timeout_s))
+        reports = self.raise_reported()
+        if missing := [rank for rank in self._ranks.others if rank not in reports]:
+            more = f", as ranks {missing[1:]}" if missing[1:] else ""
+            raise TrainerRankError(missing[0], f"was not ready within {timeout_s:g} s{more}")
+        for rank, text in reports.items() if self._step == 0 else ():
+            digest, _, self._offers[rank] = text.partition(" ")
+            if digest != self._digest:
+                raise TrainerRankError(rank, "holds other tensors than the sending rank")
+        return reports
+
+    def raise_reported(self) -> dict[int, str]:
+        """Returns what ranks that are ready wrote by now; raises if one of them failed."""
+        there = dict(zip(self._ranks.others, self._keys(), strict=True))
+        if not self._store.check(list(there.values())):
+            there = {rank: key for rank, key in there.items() if self._store.check([key])}
+        values = self._store.multi_get(list(there.values()))
+        reports = dict(zip(there, map(_text, values), strict=True))
+        for rank, text in reports.items():
+            if text.startswith(FAILED):
+                raise TrainerRankError(rank, text.removeprefix(FAILED))
+        return reports
 
     @contextmanager
     def left_on_failure(self) -> Iterator[None]:
@@ -314,57 +328,24 @@ class LeadingRound:
         waits = not is_known and not isinstance(error, TrainerRankError)
         self._end(self._ranks.failure(error), waits=waits)
 
-    def raise_reported(self) -> None:
-        """Raises if a rank has reported a failure, without waiting."""
-        self._reports(self._present())
-
     def blame(self, reason: str) -> TrainerRankError:
         """Returns the error for a gather that broke off, after a check of which ranks are there."""
         try:
             with self._ranks.store_errors():
-                self._await_ready(GRACE_S)
+                self.reports(GRACE_S)
         except TrainerRankError as error:
             return TrainerRankError(error.rank, f"{error.reason} ({reason})")
         return TrainerRankError(None, reason)
 
-    def _await_ready(self, timeout_s: float) -> dict[int, str]:
-        """Waits until the others have begun what was called for before."""
-        there = self._ranks.others
-        try:
-            self._store.wait(list(map(self._key, there)), timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            there = self._present()
-        reports = self._reports(there)
-        if missing := [rank for rank in self._ranks.others if rank not in reports]:
-            more = f", as ranks {missing[1:]}" if missing[1:] else ""
-            raise TrainerRankError(missing[0], f"was not ready within {timeout_s:g} s{more}")
-        for rank, text in reports.items() if self._step == 0 else ():
-            digest, _, self._offers[rank] = text.partition(" ")
-            if digest != self._digest:
-                raise TrainerRankError(rank, "holds other tensors than the sending rank")
-        return reports
-
-    def _present(self) -> list[int]:
-        return [rank for rank in self._ranks.others if self._store.check([self._key(rank)])]
-
-    def _reports(self, there: list[int]) -> dict[int, str]:
-        """Returns what ranks that are ready wrote; raises if one of them failed."""
-        values = self._store.multi_get(list(map(self._key, there)))
-        reports = dict(zip(there, map(_text, values), strict=True))
-        for rank, text in reports.items():
-            if text.startswith(FAILED):
-                raise TrainerRankError(rank, text.removeprefix(FAILED))
-        return reports
-
-    def _key(self, rank: int) -> str:
-        return f"{self._number}/ready/{self._step}/{rank}"
+    def _keys(self) -> list[str]:
+        return [f"{self._number}/ready/{self._step}/{rank}" for rank in self._ranks.others]
 
     def _end(self, verdict: Verdict, *, waits: bool) -> None:
         text, last, store = _written(verdict), self._number - 1, self._store
         if waits:
             how = "failed, and" if verdict.reason else "succeeded, but"
             with self._ranks.logged(f"the push {how} meanwhile"):
-                self._await_ready(self._ranks.timeout_s)
+                self.reports()
         with self._ranks.logged("the other ranks could not be told how the push ended"):
             store.set(f"{self._number}/next/{self._step}", text)
             store.set(f"{self._number}/over", "")
@@ -389,10 +370,7 @@ class FollowingRound:
         self._store.delete_key(self._ready(self._step - 1))
 
     def next(self, timeout_s: float | None = None) -> int | str | Passed | Verdict:
-        """Waits for the leader's call: the index of the group to gather, or the verdict.
-
-        Or a door that it asks for, or what is to be written.
-        """
+        """Waits for the leader's call: a group to gather, a door, what to write, or the verdict."""
         call = self._read(self._timeout_s if timeout_s is None else timeout_s)
         if isinstance(call, Verdict):
             self._store.delete_key(self._ready(self._step))
@@ -414,9 +392,7 @@ class FollowingRound:
             return _read(call, self._outcome)
         if call.startswith(WRITE):
             return _strict(call.removeprefix(WRITE), Passed, self._ranks.leader)
-        if call == DOOR:
-            return DOOR
-        return _number(call.removeprefix(GATHER), self._ranks.leader)
+        return call if call == DOOR else _number(call.removeprefix(GATHER), self._ranks.leader)
 
     def blame(self, reason: str) -> TrainerRankError:
         """Returns why a gather broke off: the leader's verdict if there is one, or ``reason``."""
@@ -505,10 +481,7 @@ PassOn: TypeAlias = "Callable[[Callable[[str, Callable[[], None]], None]], None]
 
 
 class ShardedModuleSource:
-    """A Hugging Face model under ``torch.distributed.fsdp.fully_shard``, on all of its ranks.
-
-    The one that ``leads`` iterates inside :meth:`lead`, and the others call :meth:`participate`.
-    """
+    """A model under ``fully_shard``; one rank iterates in :meth:`lead`, the others participate."""
 
     def __init__(self, module: torch.nn.Module, *, timeout_s: float = 60.0) -> None:
         self._module = module = unwrap(module)
@@ -544,7 +517,7 @@ class ShardedModuleSource:
 
     def metadata(self) -> list[ParamMeta]:
         """As those of a ``ModuleSource``, on any rank, without gathering."""
-        return self._plan().metadata
+        return plan_of(self._module, self._tensors()).metadata
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
@@ -590,11 +563,7 @@ class ShardedModuleSource:
 
     @contextmanager
     def lead(self) -> Iterator[SimpleNamespace]:
-        """Wraps a push on the sending rank: the others learn how it ended, whatever happens.
-
-        Leaving waits for ranks that have yet to join, and gives them the ``outcome`` that was set:
-        plain values or dataclasses.
-        """
+        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
         if not self.leads:
             raise UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
@@ -701,17 +670,14 @@ class ShardedModuleSource:
 
     def origins(self, renamed: Renaming) -> dict[str, Origin]:
         """Returns what each published tensor is made of, under the names that it is sent by."""
-        plan, items, made_of = self._plan(), list[tuple[str, torch.Tensor]](), {}
+        plan, items = plan_of(self._module, self._tensors()), list[tuple[str, torch.Tensor]]()
+        live, made_of = stand_ins(plan.facts), {}
         for bundle in plan.bundles:
-            sources = [
-                torch.empty(plan.facts[one][0], dtype=plan.facts[one][1], device="meta")
-                for one in bundle.sources
-            ]
-            views = bundle.views(sources)
+            views = bundle.views([live[one] for one in bundle.sources])
             is_computed = views is None
             if views is None:
-                empty = ((one, torch.empty(one.shape, device="meta")) for one in bundle.metadata)
-                views = [(meta.name, tensor) for meta, tensor in empty]
+                empty = stand_ins({one.name: (one.shape, one.dtype) for one in bundle.metadata})
+                views = [*empty.items()]
             made_of |= {storage_key(one): (bundle.sources, is_computed) for _, one in views}
             items += views
         found: dict[str, Origin] = {}
@@ -728,10 +694,7 @@ class ShardedModuleSource:
 
     @contextmanager
     def written(self, passed: Passed) -> Iterator[PassOn]:
-        """Has every other rank write its shards; leaving waits until all have.
-
-        Yields what passes a new memory on to them, while they wait for it.
-        """
+        """Has every other rank write its shards, until all have; yields what passes memory on."""
         leading, doors = self._leading, dict[int, str]()
         with self._ranks.store_errors(), leading.left_on_failure():
             if passed.new:
@@ -815,14 +778,8 @@ class ShardedModuleSource:
         except RuntimeError as error:  # torch.distributed's backends raise nothing narrower
             raise turn.blame(f"a gather broke off: {error}") from error
 
-    def _plan(self) -> Plan:
-        return plan_of(self._module, self._tensors())
-
     def _groups(self, of: Collection[str] | None = None) -> list[Group]:
-        """Returns the tensors of each decoder layer, and of what comes before and after them.
-
-        With ``of`` only what is made of these tensors of the model.
-        """
+        """Returns what to gather at once, all of it or only what is ``of`` these tensors."""
         tensors = self._tensors()
         bundles, wanted = plan_of(self._module, tensors).bundles, set(of or ())
         kept = (one for one in bundles if of is None or not wanted.isdisjoint(one.sources))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -88,8 +88,8 @@ def views_of(source: WeightSource) -> list[tuple[str, torch.Tensor]] | None:
 class MappingSource:
     """A state dict, or any mapping of names to tensors."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = dict(tensors)
+    def __init__(self, tensors: Any) -> None:
+        self.tensors: dict[str, torch.Tensor] = dict(tensors)
         for name, one in self.tensors.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of weights must be text, got {name!r}")
@@ -148,13 +148,11 @@ def as_weight_source(weights: Any) -> WeightSource:
     if isinstance(weights, torch.nn.Module) and not isinstance(weights, TensorDictBase):
         return ShardedModuleSource(weights) if is_sharded(weights) else ModuleSource(weights)
     if isinstance(weights, TensorDictBase):
-        return MappingSource(dict(weights.flatten_keys(".").items()))
-    if isinstance(weights, Mapping):
-        return MappingSource(weights)
-    if isinstance(weights, WeightSource):
+        return MappingSource(weights.flatten_keys(".").items())
+    if isinstance(weights, WeightSource) and not isinstance(weights, Mapping):
         return weights
     if isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
-        return MappingSource(dict(weights))
+        return MappingSource(weights)
     raise TypeError(
         "weights must be a module, a TensorDict, a mapping, a WeightSource or an iterable of "
         f"(name, tensor), got {type(weights).__name__}"
@@ -173,10 +171,8 @@ class _Fit:
     sent: dict[str, str | list[tuple[str, ...]]]
     metadata: list[ParamMeta]  # what is sent
     embedding: str | None  # what a head that comes along, and is not sent, must equal
-    # the list that `views` was made from
-    source_views: list[tuple[str, torch.Tensor]] | None = None
-    # those of the source that are sent, renamed
-    views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    # a list of the source's views, and what is sent of it
+    views: tuple[Any, list[tuple[str, torch.Tensor]]] = None, []
 
     def renamed(
         self, items: Iterable[tuple[str, torch.Tensor]]
@@ -211,9 +207,9 @@ class _FittedSource:
         views, fit = views_of(self._source), self._fit
         if views is None:
             return None
-        if views is not fit.source_views:
-            fit.views, fit.source_views = list(fit.renamed(views)), views
-        return fit.views
+        if views is not fit.views[0]:
+            fit.views = views, list(fit.renamed(views))
+        return fit.views[1]
 
 
 def sharded_of(source: WeightSource) -> tuple[ShardedModuleSource, Renaming] | None:
@@ -228,9 +224,8 @@ def sharded_of(source: WeightSource) -> tuple[ShardedModuleSource, Renaming] | N
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
-    A prefix that all names share is removed. Fused experts are sent one by one. A tied output head
-    may be absent, but must equal the embedding. Any floating-point dtype may stand for another,
-    since transports cast. The result is kept while both lists of metadata are the same objects.
+    A tied output head may be absent, but must equal the embedding. Any floating-point dtype may
+    stand for another, since transports cast.
     """
     given = source.metadata()
     known = known_of(source.owner) if isinstance(source, StableSource) else Known()
@@ -263,21 +258,16 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
         found |= {one.name: one for one in items}
         sent[meta.name] = names
     both = [(meta, wanted[name]) for name, meta in found.items() if name in wanted]
-    embedding = None
+    embedding, shapes, dtypes = None, list[str](), list[str]()
     if HEAD in found and HEAD not in wanted:
         shape = found[HEAD].shape
         alike = [one.name for one, _ in both if "embed" in one.name and one.shape == shape]
         embedding = alike[0] if len(alike) == 1 else None
-    shapes = [
-        f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}"
-        for meta, want in both
-        if meta.shape != want.shape
-    ]
-    dtypes = [
-        f"{meta.name} {meta.dtype} instead of {want.dtype}"
-        for meta, want in both
-        if meta.dtype.is_floating_point != want.dtype.is_floating_point
-    ]
+    for meta, want in both:
+        if meta.shape != want.shape:
+            shapes.append(f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}")
+        if meta.dtype.is_floating_point != want.dtype.is_floating_point:
+            dtypes.append(f"{meta.name} {meta.dtype} instead of {want.dtype}")
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
         _listing("unknown", [name for name in found if name not in wanted and name != HEAD]),
@@ -337,8 +327,7 @@ class Content:
     """What a source held at a moment, to recognise whether a later push repeats it.
 
     A glance shows an optimizer step and other tensors, but not a write through ``.data`` outside of
-    the values it reads; :meth:`summed` shows every change. Neither shows anything of a source whose
-    tensors are not at hand (merged adapters, a user's source).
+    the values it reads; :meth:`summed` shows every change.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -436,14 +425,17 @@ def sending_device(
     transport: str,
     engines: Mapping[str, EngineDescription],
     source: WeightSource | None,
-    given: torch.device | None,
+    given: torch.device | None = None,
+    only: str = "",
 ) -> torch.device:
-    """Returns the trainer's device, which must be of the engines' kind."""
+    """Returns the trainer's device, which must be of the engines' kind, and that ``only`` one."""
     kind, *others = sorted({one.device_type for one in engines.values()})
     device = given or home_device(source, kind) or torch.device(kind)
     if others:
         places = (f"replica {name} is on {one.device_type}" for name, one in engines.items())
         where = ", ".join(places)
+    elif only not in ("", kind):
+        where = f"the engines are on {kind}"
     elif kind == "cuda" and not torch.cuda.is_available():
         where = "the engines are on cuda, the trainer is on a host without CUDA"
     elif device.type != kind:
@@ -451,7 +443,8 @@ def sending_device(
     else:
         is_indexed = kind == "cuda" and device.index is not None
         return device if is_indexed else current_device(kind)
+    what = f"{only.upper()} device" if only else "kind of device"
     raise UnsupportedArgumentError(
-        f"the {transport} transport needs trainer and engines on one kind of device, and {where}: "
-        "use the memmap transport"
+        f"the {transport} transport needs trainer and engines on one {what}, and {where}: use the "
+        "memmap transport"
     )

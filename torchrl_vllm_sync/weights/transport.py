@@ -179,6 +179,14 @@ class ReplicaClient(Protocol):
     ) -> PendingCalls: ...
 
 
+def ask(
+    client: ReplicaClient, method: str, calls: Mapping[str, Any], limit_s: float, **options: Any
+) -> dict[str, Any]:
+    """Makes a call with a time limit that replicas keep to themselves, and waits for all."""
+    pending = client.start_calls(method, calls, timeout_s=limit_s, **options)
+    return pending.answers(limit_s + GRACE_S)
+
+
 class Members:
     """The replicas that a trainer's pushes go to, and why others are left out.
 
