@@ -4,11 +4,15 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.weights import audit
-from torchrl_vllm_sync.weights.audit import checksum, tensor_checksum
+from torchrl_vllm_sync.weights.audit import checksum, checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex128]
 # Pinned: replicas of different hosts and releases compare them.
 OF_A_HUNDRED = -7188943439257889505
+
+
+def tensor_checksum(tensor):
+    return checksums([tensor])[0]
 
 
 def values(count, dtype=torch.float32):

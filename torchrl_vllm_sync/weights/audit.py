@@ -11,7 +11,7 @@ import torch
 
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
 from torchrl_vllm_sync.weights.module import checked, from_json, local, metadata_digest, to_json
-from torchrl_vllm_sync.weights.source import StableSource, WeightSource, views_of
+from torchrl_vllm_sync.weights.source import WeightSource, tensors_of
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     ReplicaClient,
@@ -77,10 +77,6 @@ def _is_fusible(dense: torch.Tensor) -> bool:
     return dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES)
 
 
-def tensor_checksum(tensor: torch.Tensor) -> int:
-    return checksums([tensor])[0]
-
-
 def _numbers(sums: list[torch.Tensor]) -> list[Any]:
     """All at once, as each alone would wait for its device."""
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
@@ -107,10 +103,6 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fused_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
     """As ``_sum``, of contiguous tensors of whole words on one GPU, by one kernel."""
-    global tl
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-
     pointers = torch.tensor([one.data_ptr() for one in tensors])
     sizes = torch.tensor([one.nbytes for one in tensors])
     words = sizes // WORD_BYTES
@@ -120,12 +112,16 @@ def _fused_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device
     totals, *table = (one.to(device) for one in (sizes, pointers, words, owners, begins))
     with torch.cuda.device(device):
-        _compiled(triton)[(len(owners),)](*table, totals, BLOCK=BLOCK_WORDS)
+        _kernel()[(len(owners),)](*table, totals, BLOCK=BLOCK_WORDS)
     return totals
 
 
 @functools.cache
-def _compiled(triton: Any) -> Any:
+def _kernel() -> Any:
+    global tl  # by which the kernel knows it; builds of torch for CPUs do not bring it
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
     return triton.jit(_add_blocks)
 
 
@@ -164,10 +160,7 @@ class FiniteCheck:
     """
 
     def __init__(self, source: WeightSource) -> None:
-        owner = source.owner if isinstance(source, StableSource) else None
-        named: Iterable[tuple[str, torch.Tensor]] = views_of(source) or ()
-        if not named and isinstance(owner, torch.nn.Module):
-            named = [(name, local(one)) for name, one in owner.named_parameters()]
+        named = ((name, local(one)) for name, one in tensors_of(source))
         self._tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
         # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
         self._sums = [one.sum(dtype=torch.float32) for one in self._tensors.values()]
@@ -304,12 +297,11 @@ class Auditor:
                 for at, (one, value) in enumerate(zip(slices, sums, strict=True))
                 if own[one] != value
             ]
-            found.differences += [
-                self._measured(source, name, rank, at, one, timeout_s)
-                if one is wrong[0][2]
-                else WeightDifference(name=one.name, replica_id=name, rank=rank)
-                for rank, at, one in wrong
-            ]
+            extent = self._extent(source, name, *wrong[0], timeout_s) if wrong else {}
+            for rank, _, one in wrong:
+                about = {"name": one.name, "replica_id": name, "rank": rank, **extent}
+                found.differences.append(WeightDifference(**about))
+                extent = {}
         return found
 
     def _tensors(
@@ -335,9 +327,9 @@ class Auditor:
         return dict(zip(slices, sums, strict=True))
 
     @torch.no_grad()
-    def _measured(
+    def _extent(
         self, source: WeightSource, name: str, rank: int, at: int, one: Slice, timeout_s: float
-    ) -> WeightDifference:
+    ) -> dict[str, Any]:
         """How far a worker's slice is from the source's."""
         ((_, tensor),) = self._tensors(source, [one.name])
         num_different, largest = 0, list[torch.Tensor]()
@@ -351,5 +343,4 @@ class Auditor:
             num_different += int(bits.sum())
             far = (mine.view(one.dtype).double() - theirs.view(one.dtype).double()).abs()
             largest += [far[bits].max()] if bits.any() else []
-        found = {"num_different": num_different, "largest": torch.stack(largest).max().item()}
-        return WeightDifference(name=one.name, replica_id=name, rank=rank, **found)
+        return {"num_different": num_different, "largest": torch.stack(largest).max().item()}

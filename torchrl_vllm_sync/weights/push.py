@@ -203,8 +203,6 @@ class VersionHooks:
 
 # Seconds for a replica to show that all of it is alive before it is sent weights.
 PROBE_TIMEOUT_S = 10.0
-# Least seconds for a step of a catch-up, however late it begins.
-LEAST_S = 1.0
 
 
 def load_snapshot(
@@ -226,23 +224,18 @@ def catch_up_from_others(
     calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
     told = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
     if stored := next((one for one in told if isinstance(one, dict)), None):
-        limit_s = max(deadline.left_s, LEAST_S)
-        answers = load_snapshot(client, replica_ids, stored, version, limit_s)
+        answers = load_snapshot(client, replica_ids, stored, version, deadline.left_s)
         replica_ids = failed(answers)
     left = [*replica_ids]
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
     for giver in givers if left else ():
-        left_s = max(deadline.left_s, LEAST_S)
-        calls = client.start_calls("offer_weights", {giver: ()}, timeout_s=left_s)
-        offer = calls.answers(left_s).get(giver, reason)
+        offer = ask(client, "offer_weights", {giver: ()}, deadline.left_s).get(giver, reason)
         if isinstance(offer, BaseException):
             reason = offer
             continue
         try:
             while left and offer["version"] == version and not deadline.passed:
-                left_s = max(deadline.left_s, LEAST_S)
-                answers |= ask(client, "take_weights", {left[0]: (offer,)}, left_s)
-                del left[0]
+                answers |= ask(client, "take_weights", {left.pop(0): (offer,)}, deadline.left_s)
         finally:
             withdrawal = client.start_calls("withdraw_weights", {giver: (offer["token"],)})
             withdrawal.answers(GRACE_S)
@@ -483,7 +476,12 @@ class WeightPusher:
                 was_ours = stack.enter_context(self._turn(ending))
                 if check is not None:
                     check.end()
-                self._check_repeat(given, version)
+                known = self._pushed.get(version)
+                if known is not None and (problem := known.difference(given)):
+                    raise StaleVersionError(
+                        f"version {version} was pushed already, and what is pushed now cannot be "
+                        f"called the same: {problem}; give other weights a version of their own"
+                    )
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
                 self._open(source)
@@ -498,7 +496,7 @@ class WeightPusher:
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source, chosen, limit_s, mode, clear_cache)
+                push = Push(source, chosen, limit_s, mode, clear_cache, times)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
                 if options.audit:
@@ -506,7 +504,9 @@ class WeightPusher:
                         reports = self._audited(push, reports)
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
-                self._keep(content, reports, chosen)
+                may_have = reached_some(reports) or any(one.is_silent for one in reports)
+                if may_have or transport.last_version >= chosen:
+                    self._pushed = {chosen: self._pushed.get(chosen, content)}
                 self._keep_out(reports, chosen)
                 missed = failures.keys() & awaited.keys()
                 if not missed and all(one.loaded for one in reports if not one.error):
@@ -524,17 +524,17 @@ class WeightPusher:
                 self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
-        seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
+        seconds = time.perf_counter() - begin
         report = PushReport(
             version=chosen,
             transport=self.transport.name,  # which may have changed
             num_bytes=num_bytes,
             seconds=seconds,
-            phases=times.seconds | push.times.seconds,
+            phases=times.seconds,
             replicas=reports,
             left_behind=failures,
             began_at=time.time() - seconds,
-            phase_starts={name: at - begin for name, at in starts.items()},
+            phase_starts={name: at - begin for name, at in times.starts.items()},
         )
         return report, is_news
 
@@ -582,21 +582,6 @@ class WeightPusher:
         is_collective = self._transport.is_collective
         self._members.choose(self._members.silent if is_collective else None)
         self._transport.open(self._members, source)
-
-    def _check_repeat(self, source: WeightSource, version: int | None) -> None:
-        """Refuses other weights under the version that this process pushed last."""
-        content = self._pushed.get(version)
-        if content is not None and (problem := content.difference(source)):
-            raise StaleVersionError(
-                f"version {version} was pushed already, and what is pushed now cannot be called "
-                f"the same: {problem}; give other weights a version of their own"
-            )
-
-    def _keep(self, content: Content, reports: list[LoadReport], version: int) -> None:
-        """Remembers what was pushed if a replica, even a silent one, may hold this version."""
-        may_have = reached_some(reports) or any(one.is_silent for one in reports)
-        if may_have or self._transport.last_version >= version:
-            self._pushed = {version: self._pushed.get(version, content)}
 
     def _keep_out(self, reports: list[LoadReport], version: int) -> None:
         """Keeps those left behind, or joined meanwhile, from requests until they hold ``version``.
@@ -648,8 +633,7 @@ class WeightPusher:
             is_stored = version == self._ledger.reached == transport.last_version
             if isinstance(transport, MemmapTransport) and is_stored:
                 own = {"directory": str(transport.directory), "run_id": transport.run_id}
-                limit_s = max(deadline.left_s, LEAST_S)
-                answers = load_snapshot(self._client, left, own, version, limit_s)
+                answers = load_snapshot(self._client, left, own, version, deadline.left_s)
                 left = failed(answers)
             if left and (givers or not answers):  # such as on a node that the store is not on
                 answers |= catch_up_from_others(self._client, left, givers, version, deadline)

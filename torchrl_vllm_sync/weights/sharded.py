@@ -39,6 +39,7 @@ from torchrl_vllm_sync.weights.module import (
     is_peft,
     known_of,
     metadata_digest,
+    modules_of,
     plan_of,
     repeated,
     same_values,
@@ -152,9 +153,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 #
 # The leader writes what comes next ("gather group 3", "write your shards", or how the push ended)
 # into the process group's key-value store, and goes on only when every other rank has reported that
-# it is ready, and with the first report what it can take part in. So
-# a rank that fails is noticed before the others are inside a collective with it, and every wait
-# ends: with the others, with the failed rank's own reason, or at a deadline.
+# it is ready, and with the first report what it can take part in. So a rank that fails is noticed
+# before the others are inside a collective with it, and every wait ends: with the others, with the
+# failed rank's own reason, or at a deadline.
 #
 # Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step>/<rank>``;
 # ``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: the rank
@@ -266,8 +267,8 @@ class LeadingRound:
 
     def __init__(self, ranks: TrainerRanks, number: int, digest: str) -> None:
         self._ranks, self._number, self._digest, self._step = ranks, number, digest, 0
-        self._store, self._is_left = ranks.store, False
-        self._offers: dict[int, str] = {}
+        self._store, self._offers = ranks.store, dict[int, str]()
+        self.all_wait = False  # for the leader, whose failure need not wait for them
 
     def call(self, what: str) -> None:
         """Waits until all are ready, and has them do something."""
@@ -308,15 +309,6 @@ class LeadingRound:
                 raise TrainerRankError(rank, text.removeprefix(FAILED))
         return reports
 
-    @contextmanager
-    def left_on_failure(self) -> Iterator[None]:
-        """Inside, all have joined and wait for the leader: its failure need not wait for them."""
-        try:
-            yield
-        except BaseException:
-            self._is_left = True
-            raise
-
     def succeed(self, outcome: Any) -> None:
         """Ends the round with success on all ranks; a rank that is gone is logged."""
         self._end(Verdict("", outcome=outcome), waits=True)
@@ -324,7 +316,7 @@ class LeadingRound:
     def fail(self, error: BaseException) -> None:
         """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
         # All that wait in a broken gather have joined, and so have those that a rank's error names.
-        is_known = self._ranks.is_broken or self._is_left
+        is_known = self._ranks.is_broken or self.all_wait
         waits = not is_known and not isinstance(error, TrainerRankError)
         self._end(self._ranks.failure(error), waits=waits)
 
@@ -459,6 +451,10 @@ def _text(value: bytes) -> str:
     return value[:MOST_BYTES].decode(errors="backslashreplace")
 
 
+# A tensor's name up to its first number.
+LAYER = re.compile(r"(.*?\.)??[0-9]+(?=\.|$)")
+
+
 class Group(NamedTuple):
     """What is gathered at once: a decoder layer, or what comes before or after them."""
 
@@ -484,7 +480,7 @@ class ShardedModuleSource:
     """A model under ``fully_shard``; one rank iterates in :meth:`lead`, the others participate."""
 
     def __init__(self, module: torch.nn.Module, *, timeout_s: float = 60.0) -> None:
-        self._module = module = unwrap(module)
+        self.owner = module = unwrap(module)
         if is_peft(module):
             raise WeightMismatchError(
                 "adapters on a sharded model cannot be merged: merge them first, or do not shard"
@@ -508,20 +504,16 @@ class ShardedModuleSource:
     def leads(self) -> bool:
         return self._ranks.rank == self._ranks.leader
 
-    @property
-    def owner(self) -> object:
-        return self._module
-
     def views(self) -> None:
         """Returns ``None``: every value has to be gathered."""
 
     def metadata(self) -> list[ParamMeta]:
         """As those of a ``ModuleSource``, on any rank, without gathering."""
-        return plan_of(self._module, self._tensors()).metadata
+        return plan_of(self.owner, self._tensors()).metadata
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
-        tensors = self._module.state_dict(keep_vars=True)
+        tensors = self.owner.state_dict(keep_vars=True)
         return same_values(tensors[name], tensors[other])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -549,7 +541,7 @@ class ShardedModuleSource:
                 del now
                 for bundle in group.bundles:
                     sources = [whole[name] for name in bundle.sources]
-                    yield from bundle.publish(self._module, sources)
+                    yield from bundle.publish(self.owner, sources)
                     del sources
                 del whole
         except TrainerRankError as error:
@@ -640,7 +632,7 @@ class ShardedModuleSource:
     @property
     def _writer(self) -> ShardWriter:
         """What this rank, if it does not send, has kept of earlier pushes of this model."""
-        known = known_of(self._module)
+        known = known_of(self.owner)
         known.writer = known.writer or ShardWriter()
         return known.writer
 
@@ -670,7 +662,7 @@ class ShardedModuleSource:
 
     def origins(self, renamed: Renaming) -> dict[str, Origin]:
         """Returns what each published tensor is made of, under the names that it is sent by."""
-        plan, items = plan_of(self._module, self._tensors()), list[tuple[str, torch.Tensor]]()
+        plan, items = plan_of(self.owner, self._tensors()), list[tuple[str, torch.Tensor]]()
         live, made_of = stand_ins(plan.facts), {}
         for bundle in plan.bundles:
             views = bundle.views([live[one] for one in bundle.sources])
@@ -696,7 +688,8 @@ class ShardedModuleSource:
     def written(self, passed: Passed) -> Iterator[PassOn]:
         """Has every other rank write its shards, until all have; yields what passes memory on."""
         leading, doors = self._leading, dict[int, str]()
-        with self._ranks.store_errors(), leading.left_on_failure():
+        leading.all_wait = True
+        with self._ranks.store_errors():
             if passed.new:
                 leading.call(DOOR)
                 doors = leading.reports()
@@ -712,7 +705,7 @@ class ShardedModuleSource:
 
             yield pass_on
             leading.reports()
-            self._left = passed.left
+        self._left, leading.all_wait = passed.left, False
 
     def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors, gathered as by iteration, of those that :meth:`written` left."""
@@ -781,30 +774,26 @@ class ShardedModuleSource:
     def _groups(self, of: Collection[str] | None = None) -> list[Group]:
         """Returns what to gather at once, all of it or only what is ``of`` these tensors."""
         tensors = self._tensors()
-        bundles, wanted = plan_of(self._module, tensors).bundles, set(of or ())
+        bundles, wanted = plan_of(self.owner, tensors).bundles, set(of or ())
         kept = (one for one in bundles if of is None or not wanted.isdisjoint(one.sources))
-        layers = itertools.groupby(kept, _layer_of)
+        layers = itertools.groupby(kept, lambda one: (LAYER.match(one.sources[0]) or [""])[0])
         grouped = [list(layer) for _, layer in layers]
         return [Group(one, {n: tensors[n] for b in one for n in b.sources}) for one in grouped]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
-        tensors = dict(self._module.state_dict(keep_vars=True))
+        tensors = dict(self.owner.state_dict(keep_vars=True))
         # Not by value: ranks would have to agree, and each sees only its own shard.
-        left_out = repeated(self._module, tensors, lambda one, two: tensors[one] is tensors[two])
+        left_out = repeated(self.owner, tensors, lambda one, two: tensors[one] is tensors[two])
         return {name: one for name, one in tensors.items() if name not in left_out}
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``module``, or the model it wraps, is sharded by FSDP2 or has a ``DTensor``."""
-    pending: list[Any] = [unwrap(module)]
-    while pending:  # at each push, so without the generators of ``module.modules()``
-        part = pending.pop()
-        parts = part.__dict__
-        if isinstance(part, FSDPModule) or DTensor in map(type, parts["_parameters"].values()):
-            return True
-        pending += [one for one in parts["_modules"].values() if one is not None]
-    return False
+    return any(
+        isinstance(part, FSDPModule) or DTensor in map(type, vars(part)["_parameters"].values())
+        for part in modules_of(unwrap(module))
+    )
 
 
 @contextmanager
@@ -815,12 +804,6 @@ def leading(source: object) -> Iterator[SimpleNamespace]:
             yield announcement
     else:
         yield SimpleNamespace()
-
-
-def _layer_of(bundle: Bundle) -> str:
-    """Returns a tensor's name up to its first number; nothing if there is none."""
-    found = re.match(r"(.*?\.)??[0-9]+(?=\.|$)", bundle.sources[0])
-    return found[0] if found else ""
 
 
 def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -29,12 +29,6 @@ from torchrl_vllm_sync.weights.module import (
 )
 from torchrl_vllm_sync.weights.sharded import Renaming, ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchrl_vllm_sync.replica import EngineDescription
-
 
 HEAD = "lm_head.weight"
 # Buffers that follow from the configuration: no checkpoint holds them, but a TensorDict may.
@@ -78,6 +72,15 @@ class StableSource(Protocol):
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration would yield, as aliases; the same list while they stay."""
         ...
+
+
+def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
+    """Returns aliases of a source's tensors, else its module's parameters; nothing if unknown."""
+    if not isinstance(source, StableSource):
+        return ()
+    if (views := source.views()) is None and isinstance(source.owner, torch.nn.Module):
+        return source.owner.named_parameters()
+    return views or ()
 
 
 def views_of(source: WeightSource) -> list[tuple[str, torch.Tensor]] | None:
@@ -243,7 +246,11 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
     relevant = [
         meta for meta in given if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
     ]
-    prefix = _common_prefix([meta.name for meta in relevant], wanted)
+    prefix = ""
+    if wanted and not any(meta.name in wanted for meta in relevant):
+        probe = next(iter(wanted))
+        longer = [meta.name for meta in relevant if meta.name.endswith("." + probe)]
+        prefix = longer[0].removesuffix(probe) if len(longer) == 1 else ""
     found: dict[str, ParamMeta] = {}
     sent: dict[str, str | list[tuple[str, ...]]] = {}
     twice: list[str] = []
@@ -308,15 +315,6 @@ def _check(source: WeightSource, prefix: str, embedding: str | None, *problems: 
         raise WeightMismatchError(
             f"the push does not fit the engines' model: {'; '.join(problems)}"
         )
-
-
-def _common_prefix(given: list[str], wanted: Mapping[str, ParamMeta]) -> str:
-    """Returns the prefix whose removal turns the most given names into wanted ones."""
-    if not wanted or any(name in wanted for name in given):
-        return ""
-    probe = next(iter(wanted))
-    candidates = [name.removesuffix(probe) for name in given if name.endswith("." + probe)]
-    return candidates[0] if len(candidates) == 1 else ""
 
 
 def _listing(what: str, names: Sequence[str]) -> str:
@@ -396,20 +394,9 @@ def device_name(device: torch.device) -> str:
     return f"CPU with {len(os.sched_getaffinity(0))} cores"
 
 
-def devices_of(source: WeightSource) -> set[torch.device]:
-    """Returns the devices of a source's tensors, or of its module's; none if it has neither."""
-    if not isinstance(source, StableSource):
-        return set()
-    named = source.views()
-    if named is None:
-        owner = source.owner
-        named = owner.named_parameters() if isinstance(owner, torch.nn.Module) else ()
-    return {tensor.device for _, tensor in named}
-
-
 def home_device(source: WeightSource | None, kind: str) -> torch.device | None:
     """Returns the device of a kind that a source's tensors are on; ``None`` unless it is one."""
-    devices = set() if source is None else devices_of(source)
+    devices = {one.device for _, one in tensors_of(source)} if source is not None else set()
     of_kind = [one for one in devices if one.type == kind]
     return of_kind[0] if len(of_kind) == 1 else None
 
@@ -423,12 +410,12 @@ def current_device(kind: str) -> torch.device:
 
 def sending_device(
     transport: str,
-    engines: Mapping[str, EngineDescription],
+    engines: Mapping[str, Any],
     source: WeightSource | None,
     given: torch.device | None = None,
     only: str = "",
 ) -> torch.device:
-    """Returns the trainer's device, which must be of the engines' kind, and that ``only`` one."""
+    """Returns the trainer's device, of the kind that all described engines are, and ``only`` it."""
     kind, *others = sorted({one.device_type for one in engines.values()})
     device = given or home_device(source, kind) or torch.device(kind)
     if others:
