@@ -202,7 +202,7 @@ class IPCTransport:
         if is_open and home in (None, self._device):
             return
         alive = members.describe()
-        device = sending_device(self.name, alive, source, only="cuda")
+        device = sending_device(self.name, alive, source, gpu=True)
         own = device_uuid(device)
         for name, one in alive.items():
             if set(one.device_uuids) != {own}:
