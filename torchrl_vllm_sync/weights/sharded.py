@@ -473,7 +473,6 @@ class Origin(NamedTuple):
 Renaming: TypeAlias = (
     "Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]"
 )
-PassOn: TypeAlias = "Callable[[Callable[[str, Callable[[], None]], None]], None]"
 
 
 class ShardedModuleSource:
@@ -685,7 +684,7 @@ class ShardedModuleSource:
             return self._leading.offers()
 
     @contextmanager
-    def written(self, passed: Passed) -> Iterator[PassOn]:
+    def written(self, passed: Passed) -> Iterator[Callable[[Any], None]]:
         """Has every other rank write its shards, until all have; yields what passes memory on."""
         leading, doors = self._leading, dict[int, str]()
         leading.all_wait = True
