@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from benchmarks.phases import Clock
     from torchrl_vllm_sync import WeightTransport
-    from torchrl_vllm_sync.weights.places import TransportName
+    from torchrl_vllm_sync.weights.auto import TransportName
 
 GROUP = 16
 LEARNING_RATE = 1e-6

@@ -67,11 +67,11 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.audit import AuditReport as AuditReport
     from torchrl_vllm_sync.weights.audit import WeightDifference as WeightDifference
     from torchrl_vllm_sync.weights.auto import AutoTransport as AutoTransport
+    from torchrl_vllm_sync.weights.auto import IPCTransport as IPCTransport
     from torchrl_vllm_sync.weights.broadcast.transport import (
         BroadcastTransport as BroadcastTransport,
     )
-    from torchrl_vllm_sync.weights.ipc import IPCTransport as IPCTransport
-    from torchrl_vllm_sync.weights.metadata import ParamMeta as ParamMeta
+    from torchrl_vllm_sync.weights.module import ParamMeta as ParamMeta
     from torchrl_vllm_sync.weights.p2p.transport import P2PTransport as P2PTransport
     from torchrl_vllm_sync.weights.snapshots.data_file import SnapshotReader as SnapshotReader
     from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport as MemmapTransport

@@ -28,16 +28,14 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.weights.broadcast.buckets import check_device
 from torchrl_vllm_sync.weights.broadcast.group import free_port
-from torchrl_vllm_sync.weights.metadata import dtype_name
-from torchrl_vllm_sync.weights.places import current_device, home_device
-from torchrl_vllm_sync.weights.source import views_of
+from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name
+from torchrl_vllm_sync.weights.source import current_device, home_device, views_of
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrl_vllm_sync.replica import EngineDescription
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, PendingCalls, Push, ReplicaClient
 

@@ -19,7 +19,7 @@ from tests.test_public_api import MODULES, PACKAGE, function_of
 BESIDE = (
     "routing.ledger.LoadSnapshot",
     "engine.args.end_replica",
-    "weights.places.choose_transport",
+    "weights.auto.choose_transport",
 )
 
 SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")

@@ -16,7 +16,7 @@ from tests.test_public_api import METHODS
 from torchrl_vllm_sync import AsyncVLLM, PushReport, WeightUpdater, errors
 from torchrl_vllm_sync.engine.args import make_engine_args
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot
-from torchrl_vllm_sync.weights.places import Place, choose_transport
+from torchrl_vllm_sync.weights.auto import Place, choose_transport
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = torchrl_vllm_sync.__name__

@@ -33,7 +33,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     send_buckets,
 )
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous
-from torchrl_vllm_sync.weights.metadata import to_json
+from torchrl_vllm_sync.weights.module import to_json
 from torchrl_vllm_sync.weights.source import fit_to_model
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS
-from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
+from torchrl_vllm_sync.weights.module import ParamMeta, to_json
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
 

@@ -1,16 +1,18 @@
 """Checksums tell apart what a wrong transfer leaves behind, and nothing else."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from torchrl_vllm_sync.weights import audit
-from torchrl_vllm_sync.weights.audit import checksum, tensor_checksum
+from torchrl_vllm_sync.weights.audit import checksum, checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex128]
 # Pinned: replicas of different hosts and releases compare them.
 OF_A_HUNDRED = -7188943439257889505
+
+
+def tensor_checksum(tensor):
+    return checksums([tensor])[0]
 
 
 def values(count, dtype=torch.float32):
@@ -89,8 +91,7 @@ def test_batches_for_a_kernel_keep_the_order_and_their_bound(monkeypatch, limit)
         seen.append([one.nbytes for one in tensors])
         return torch.tensor([int(audit._sum(one)) for one in tensors])
 
-    fused = SimpleNamespace(checksums=of_all)
-    monkeypatch.setattr("torchrl_vllm_sync.weights.fused", fused, raising=False)
+    monkeypatch.setattr(audit, "_fused_sums", of_all)
     monkeypatch.setattr(audit, "_is_fusible", lambda one: one.nbytes % 8 == 0)
     monkeypatch.setattr(audit, "BATCH_BYTES", limit)
     tensors = [values(count) for count in (20, 40, 60, 7, 80, 100)]

@@ -7,7 +7,7 @@ from tensordict.utils import _STR_DTYPE_TO_DTYPE
 
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import StaleVersionError, WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import from_json, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import from_json, metadata_digest, to_json
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.snapshots.data_file import CHUNK_BYTES
 

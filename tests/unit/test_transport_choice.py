@@ -12,19 +12,11 @@ from tests.fakes.weights import DescribingClient, members_of, open_transport
 from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights import places
-from torchrl_vllm_sync.weights.auto import TRANSPORTS
+from torchrl_vllm_sync.weights import auto
+from torchrl_vllm_sync.weights.auto import TRANSPORTS, Place, choose_transport, place_of
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
-from torchrl_vllm_sync.weights.places import (
-    Place,
-    choose_transport,
-    current_device,
-    device_uuid,
-    home_device,
-    place_of,
-)
-from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.source import MappingSource, current_device, device_uuid, home_device
 from torchrl_vllm_sync.weights.transport import Push
 
 
@@ -84,7 +76,7 @@ def test_gpus_that_are_seen_must_reach_each_other(monkeypatch, reaches):
         can_device_access_peer=lambda *pair: asked.append(pair) or reaches,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(places, "device_uuid", lambda device: devices[device.index])
+    monkeypatch.setattr(auto, "device_uuid", lambda device: devices[device.index])
     engines = {"0": spare(gpu("b")), "1": spare(gpu("c"))}
     assert choose_transport(gpu("a"), engines) == ("p2p" if reaches else "broadcast")
     assert asked == [(0, 1)] * len(asked) != []

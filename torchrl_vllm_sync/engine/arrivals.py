@@ -23,7 +23,7 @@ from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import SHORT_TIMEOUT_S, Pause, Replies, Updates, path_of
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 from torchrl_vllm_sync.versions import MAX_VERSION
-from torchrl_vllm_sync.weights.metadata import ParamMeta, to_json
+from torchrl_vllm_sync.weights.module import ParamMeta, to_json
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, Snapshot, SnapshotReader
 from torchrl_vllm_sync.weights.transport import PauseMode, check_mode

@@ -30,8 +30,7 @@ from vllm.platforms import current_platform
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, is_flat, merged_dims
-from torchrl_vllm_sync.weights.metadata import ParamMeta
-from torchrl_vllm_sync.weights.module import storage_key, tensors_in
+from torchrl_vllm_sync.weights.module import ParamMeta, storage_key, tensors_in
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 # Writes that are not dense are kept as intervals of 16 bytes each; only a loader that scatters

@@ -37,7 +37,7 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     BroadcastGroup,
     Rendezvous,
 )
-from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, metadata_digest
+from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena, hand_over
 
 Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive

@@ -35,9 +35,9 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import NOT_STAGED
 from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
-from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
-from torchrl_vllm_sync.weights.places import device_name, device_uuid
+from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
+from torchrl_vllm_sync.weights.source import device_name, device_uuid
 
 Answering = Callable[..., dict[str, Any]]
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.

@@ -27,7 +27,7 @@ from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.weights.module import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import LayoutName
 from torchrl_vllm_sync.weights.snapshots.transport import (
     MemmapTransport,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.weights.places import TransportName
+    from torchrl_vllm_sync.weights.auto import TransportName
 
 
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.

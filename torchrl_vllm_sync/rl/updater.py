@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
-    from torchrl_vllm_sync.weights.places import TransportName
+    from torchrl_vllm_sync.weights.auto import TransportName
 
 
 # The pushing rank may form groups and send several times before the others get its report.
@@ -57,7 +57,7 @@ class WeightUpdater:
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
         transport: ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"p2p"``, a ``WeightTransport``, or
-            ``"auto"``, which chooses by where trainer and engines are (``weights/places.py``).
+            ``"auto"``, which chooses by where trainer and engines are (``weights/auto.py``).
         timeout_s, clear_cache, mode, strict, audit, allow_nonfinite: Options of each push, see
             ``AsyncVLLM.push_weights``.
 

@@ -15,15 +15,14 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import describe_replicas
-from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S
+from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S, Answers, Replicas
 from torchrl_vllm_sync.versions import check_version
-from torchrl_vllm_sync.weights.metadata import ParamMeta, from_json
+from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, WeightTransport
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.service.replicas import Answers, Replicas
     from torchrl_vllm_sync.weights.audit import AuditReport
 
 # Seconds for vLLM's calls that have no limit of their own.
@@ -68,8 +67,7 @@ class Weights:
             return known if (known := self.version) >= version else None
 
         load = self._replicas.load
-        found = load.wait_until(reached, timeout_s)
-        if found is None:
+        if (found := load.wait_until(reached, timeout_s)) is None:
             held = {one.replica_id: one.describe() for one in load.snapshots()}
             raise VersionNotReachedError(version, held, timeout_s)
         return found
@@ -113,7 +111,7 @@ class Weights:
                 ``(name, tensor)``.
             version: Policy version; by default one more than the newest that this process knows.
                 One version names the same weights each time: repeating the last one is a retry.
-            transport: How to send from now on; memmap in shared memory to begin with.
+            transport: How to send from now on; to begin with an ``AutoTransport``.
             timeout_s: Seconds after which a silent replica counts as failed; the others then get
                 everything once more. By default 30 s and three times the median of pushes like this
                 one, and 300 s for the first.
@@ -146,11 +144,9 @@ class Weights:
         self._replicas.require()
         if transport is not None:
             self.pusher.use(transport)
-        how: Any = {"clear_cache": clear_cache, "mode": mode, "strict": strict}
-        how |= {"audit": audit, "allow_nonfinite": allow_nonfinite}
-        return self.pusher.push(
-            weights, version=version, on_end=self._end_push, timeout_s=timeout_s, **how
-        )
+        how: Any = {"clear_cache": clear_cache, "mode": mode, "strict": strict, "audit": audit}
+        how |= {"allow_nonfinite": allow_nonfinite, "timeout_s": timeout_s}
+        return self.pusher.push(weights, version=version, on_end=self._end_push, **how)
 
     def audit(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AuditReport:
         """Compares what every worker of every replica computes with to the trainer's weights.
@@ -231,16 +227,14 @@ class NativeClient:
                 name: ({**info, "rank_offset": offset + own.start},) for name, own in shares.items()
             }
         self._weights.pusher.step_aside()
-        answers = self._call("init_weight_transfer_engine", calls=calls, timeout_s=timeout_s)
-        answers.raise_failures()
+        self._call("init_weight_transfer_engine", calls=calls, timeout_s=timeout_s).raise_failures()
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Has every replica leave the trainer's group, and give an open update up.
 
         A replica that had received part of it is stale until a later update succeeds.
         """
-        call = self._replicas.call_replicas
-        call("shutdown_weight_transfer_engine", deadline_s=CALL_TIMEOUT_S).raise_failures()
+        self._call("shutdown_weight_transfer_engine").raise_failures()
         self._replicas.learn()
 
     def use_transfer_engine(self, backend: str | None = None) -> None:
@@ -251,8 +245,7 @@ class NativeClient:
                 as ``"nccl"``; ``None`` goes back to that of the launch, which ``broadcast`` needs.
         """
         self._weights.pusher.step_aside()
-        call = self._replicas.call_replicas
-        call("use_transfer_engine", backend, deadline_s=CALL_TIMEOUT_S).raise_failures()
+        self._call("use_transfer_engine", backend).raise_failures()
 
     def start_weight_update(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Begins an update on every replica, or on none; pushes wait until it has ended.
@@ -267,10 +260,8 @@ class NativeClient:
         """
         answers = self._call("start_weight_update", timeout_s=timeout_s)
         if answers.failures and (begun := answers.good):
-            calls = dict.fromkeys(begun, ())
-            self._replicas.call_replicas(
-                "shutdown_weight_transfer_engine", calls=calls, deadline_s=timeout_s + GRACE_S
-            )
+            how: Any = {"calls": dict.fromkeys(begun, ()), "deadline_s": timeout_s + GRACE_S}
+            self._call("shutdown_weight_transfer_engine", **how)
         answers.raise_failures()
 
     def update_weights(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -335,8 +326,8 @@ class NativeClient:
         Raises:
             SyncError: It took too long; that engine goes on.
         """
-        how = {"mode": mode, "clear_cache": clear_cache}
-        self._call("pause_generation", timeout_s=timeout_s, **how).raise_failures()
+        how = {"mode": mode, "clear_cache": clear_cache, "timeout_s": timeout_s}
+        self._call("pause_generation", **how).raise_failures()
 
     def resume_generation(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Ends :meth:`pause_generation`; engines that are asleep must be woken first.
@@ -390,10 +381,11 @@ class NativeClient:
         names = enumerate(self._replicas.everyone())
         return {name: range(at * num, (at + 1) * num) for at, name in names}
 
-    def _call(self, method: str, *args: Any, timeout_s: float, **options: Any) -> Answers:
+    def _call(self, method: str, *args: Any, timeout_s: float | None = None, **how: Any) -> Answers:
         """Calls all replicas, which keep the time limit themselves."""
-        options |= {"timeout_s": timeout_s, "deadline_s": timeout_s + GRACE_S}
-        return self._replicas.call_replicas(method, *args, **options)
+        if timeout_s is not None:
+            how |= {"timeout_s": timeout_s, "deadline_s": timeout_s + GRACE_S}
+        return self._replicas.call_replicas(method, *args, **{"deadline_s": CALL_TIMEOUT_S, **how})
 
 
 def is_payload(weights: Any) -> bool:

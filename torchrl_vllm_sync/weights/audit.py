@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,17 +10,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
-from torchrl_vllm_sync.weights.metadata import checked, from_json, metadata_digest, to_json
-from torchrl_vllm_sync.weights.module import local
-from torchrl_vllm_sync.weights.source import StableSource, views_of
-from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
+from torchrl_vllm_sync.weights.module import checked, from_json, local, metadata_digest, to_json
+from torchrl_vllm_sync.weights.source import WeightSource, tensors_of
+from torchrl_vllm_sync.weights.transport import (
+    GRACE_S,
+    ReplicaClient,
+    ask,
+    failed,
+    raise_exceptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import ReplicaClient
+    from torchrl_vllm_sync.weights.module import ParamMeta
+
 
 # ---- Checksums
 
@@ -28,6 +33,7 @@ CHUNK_WORDS = 2**22
 WORD_BYTES = 8
 # Read by one kernel, and kept until then: some are copies.
 BATCH_BYTES = 2**30
+BLOCK_WORDS = 4096  # of it
 # The mixer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 # 2014), its constants as the signed numbers torch computes with.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -49,9 +55,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     def add() -> None:
         nonlocal num_bytes
         if batch:
-            from torchrl_vllm_sync.weights import fused  # whose Triton builds for CPUs lack
-
-            sums.extend(fused.checksums(batch).unbind())
+            sums.extend(_fused_sums(batch).unbind())
             batch.clear()
             num_bytes = 0
 
@@ -71,10 +75,6 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def _is_fusible(dense: torch.Tensor) -> bool:
     return dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES)
-
-
-def tensor_checksum(tensor: torch.Tensor) -> int:
-    return checksums([tensor])[0]
 
 
 def _numbers(sums: list[torch.Tensor]) -> list[Any]:
@@ -101,6 +101,44 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _fused_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """As ``_sum``, of contiguous tensors of whole words on one GPU, by one kernel."""
+    pointers = torch.tensor([one.data_ptr() for one in tensors])
+    sizes = torch.tensor([one.nbytes for one in tensors])
+    words = sizes // WORD_BYTES
+    blocks = -(-words // BLOCK_WORDS)
+    owners = torch.repeat_interleave(blocks)
+    begins = blocks.cumsum(0) - blocks
+    device = tensors[0].device
+    totals, *table = (one.to(device) for one in (sizes, pointers, words, owners, begins))
+    with torch.cuda.device(device):
+        _kernel()[(len(owners),)](*table, totals, BLOCK=BLOCK_WORDS)
+    return totals
+
+
+@functools.cache
+def _kernel() -> Any:
+    global tl  # by which the kernel knows it; builds of torch for CPUs do not bring it
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    return triton.jit(_add_blocks)
+
+
+def _add_blocks(pointers, words, owners, begins, totals, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    block = tl.program_id(0)
+    owner = tl.load(owners + block)
+    at = (block - tl.load(begins + owner)) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(words + owner)
+    begin = tl.load(pointers + owner).to(tl.pointer_type(tl.uint64))
+    word = tl.load(begin + at, mask=inside, other=0)
+    word ^= (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    word ^= word >> 31
+    tl.atomic_add(totals + owner, tl.sum(tl.where(inside, word, 0)).to(tl.int64, bitcast=True))
+
+
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return data.split(CHUNK_WORDS * WORD_BYTES)
@@ -122,10 +160,7 @@ class FiniteCheck:
     """
 
     def __init__(self, source: WeightSource) -> None:
-        owner = source.owner if isinstance(source, StableSource) else None
-        named: Iterable[tuple[str, torch.Tensor]] = views_of(source) or ()
-        if not named and isinstance(owner, torch.nn.Module):
-            named = [(name, local(one)) for name, one in owner.named_parameters()]
+        named = ((name, local(one)) for name, one in tensors_of(source))
         self._tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
         # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
         self._sums = [one.sum(dtype=torch.float32) for one in self._tensors.values()]
@@ -236,7 +271,7 @@ class Auditor:
         new = {name: one for name, one in known.items() if self._known.get(name) != one}
         if new:
             calls = dict.fromkeys(new, (to_json(metadata),))
-            answers = self._ask("plan_audit", calls, timeout_s)
+            answers = ask(self._client, "plan_audit", calls, timeout_s)
             raise_exceptions(answers)
             self._held |= {n: [Slice.read(rows) for rows in one] for n, one in answers.items()}
             self._known |= new
@@ -262,12 +297,11 @@ class Auditor:
                 for at, (one, value) in enumerate(zip(slices, sums, strict=True))
                 if own[one] != value
             ]
-            found.differences += [
-                self._measured(source, name, rank, at, one, timeout_s)
-                if one is wrong[0][2]
-                else WeightDifference(name=one.name, replica_id=name, rank=rank)
-                for rank, at, one in wrong
-            ]
+            extent = self._extent(source, name, *wrong[0], timeout_s) if wrong else {}
+            for rank, _, one in wrong:
+                about = {"name": one.name, "replica_id": name, "rank": rank, **extent}
+                found.differences.append(WeightDifference(**about))
+                extent = {}
         return found
 
     def _tensors(
@@ -293,14 +327,15 @@ class Auditor:
         return dict(zip(slices, sums, strict=True))
 
     @torch.no_grad()
-    def _measured(
+    def _extent(
         self, source: WeightSource, name: str, rank: int, at: int, one: Slice, timeout_s: float
-    ) -> WeightDifference:
+    ) -> dict[str, Any]:
         """How far a worker's slice is from the source's."""
         ((_, tensor),) = self._tensors(source, [one.name])
         num_different, largest = 0, list[torch.Tensor]()
         for index, chunk in enumerate(_chunks(one.of(tensor))):
-            answers = self._ask("audit_values", {name: (self._digest, rank, at, index)}, timeout_s)
+            calls = {name: (self._digest, rank, at, index)}
+            answers = ask(self._client, "audit_values", calls, timeout_s)
             raise_exceptions(answers)
             mine = chunk.cpu()
             theirs = torch.frombuffer(bytearray(answers[name]), dtype=torch.uint8)
@@ -308,11 +343,4 @@ class Auditor:
             num_different += int(bits.sum())
             far = (mine.view(one.dtype).double() - theirs.view(one.dtype).double()).abs()
             largest += [far[bits].max()] if bits.any() else []
-        found = {"num_different": num_different, "largest": torch.stack(largest).max().item()}
-        return WeightDifference(name=one.name, replica_id=name, rank=rank, **found)
-
-    def _ask(
-        self, method: str, calls: Mapping[str, tuple[Any, ...]], timeout_s: float
-    ) -> dict[str, Any]:
-        pending = self._client.start_calls(method, calls, timeout_s=timeout_s)
-        return pending.answers(timeout_s + GRACE_S)
+        return {"num_different": num_different, "largest": torch.stack(largest).max().item()}

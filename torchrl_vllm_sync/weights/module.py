@@ -1,12 +1,16 @@
-"""The tensors of a trainer's module as they are now, under a checkpoint's names."""
+"""Metadata of weights, and the tensors of a module as they are now, under a checkpoint's names."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import math
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch.distributed.tensor import DTensor
@@ -14,11 +18,98 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+
+# ---- Names, dtypes and shapes: in memory, on the wire and as one digest
+
+_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]  # the most that torch's loops do
+
+
+@dataclass(frozen=True, slots=True)
+class ParamMeta:
+    """One parameter as the trainer announces it and as the engine receives it.
+
+    Attributes:
+        name: Hugging Face parameter name, dots included.
+        dtype: Dtype of the transferred values.
+        shape: Full shape, never that of a shard.
+
+    Example:
+        >>> ParamMeta("lm_head.weight", torch.bfloat16, (32, 8)).num_bytes
+        512
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of values; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values, without padding."""
+        return self.num_elements * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
+        """Returns the metadata of a tensor.
+
+        Args:
+            name: Its name.
+            tensor: Any tensor; of a sharded one the shape is that of the whole.
+        """
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+
+def checked(
+    source: Iterable[tuple[str, torch.Tensor]], metadata: Iterable[ParamMeta]
+) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+    """Yields a source's tensors; refuses those that are not as announced, and surplus ones."""
+    items = iter(source)
+    for meta in metadata:
+        name, tensor = next(items, ("nothing", torch.empty(0)))
+        if name != meta.name or tuple(tensor.shape) != meta.shape:
+            raise WeightMismatchError(
+                f"the source announced {meta.name} {list(meta.shape)} and yielded {name} "
+                f"{list(tensor.shape)}"
+            )
+        yield meta, tensor
+    for name, _ in items:
+        raise WeightMismatchError(f"the source yielded {name}, which it had not announced")
+
+
+def to_json(metadata: Iterable[ParamMeta]) -> list[list[Any]]:
+    """Returns lists of ``[name, dtype, shape]`` for JSON, dtypes as ``"float32"``."""
+    return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metadata]
+
+
+def from_json(items: object) -> list[ParamMeta]:
+    """Reads what ``to_json`` returned; a ``ValueError`` says what is wrong, and where."""
+    rows = msgspec.convert(items, list[tuple[str, str, _Shape]])
+    if bad := [dtype for _, dtype, _ in rows if dtype not in _DTYPES]:
+        raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {bad[0]!r:.60}")
+    return [ParamMeta(name, _DTYPES[dtype], shape) for name, dtype, shape in rows]
+
+
+def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
+    """A digest of names, dtypes and shapes, equal in every process; their order counts."""
+    text = json.dumps(to_json(metadata), separators=(",", ":"), ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- The tensors of a module
 
 Delta: TypeAlias = "Callable[[], torch.Tensor]"  # computes what an adapter adds to a tensor
 
@@ -32,11 +123,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, or this rank's shards, are equal; free if they share their storage."""
     one, other = local(one), local(other)
-    if one.shape != other.shape:
-        return False
-    if one.device == other.device and one.data_ptr() == other.data_ptr():
-        return True
-    return torch.equal(one, other.to(one.device))
+    is_same = one.device == other.device and one.data_ptr() == other.data_ptr()
+    return one.shape == other.shape and (is_same or torch.equal(one, other.to(one.device)))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,15 +156,19 @@ def repeated(
     return {name for name, other in pairs if is_same(name, other)}
 
 
+def modules_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yields a module and all inside, at each push, so without the layers of ``modules()``."""
+    pending = [module]
+    while pending:
+        yield (part := pending.pop())
+        pending += [one for one in vars(part)["_modules"].values() if one is not None]
+
+
 def layout_of(module: torch.nn.Module) -> list[Any]:
     """Returns names and places of all tensors in ``module``; equal lists: nothing has moved."""
     layout: list[Any] = []
-    pending = [module]
-    while pending:  # several times quicker than `state_dict()`
-        parts = pending.pop().__dict__
-        children = parts["_modules"]
-        layout.append(tuple(children))
-        pending += [one for one in children.values() if one is not None]
+    for parts in map(vars, modules_of(module)):  # several times quicker than `state_dict()`
+        layout.append(tuple(parts["_modules"]))
         for tensors in (parts["_parameters"], parts["_buffers"]):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -207,16 +299,19 @@ class Bundle:
         return views
 
 
+def stand_ins(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Returns tensors of these shapes and dtypes without storage."""
+    sizes = facts.items()
+    return {name: torch.empty(one, dtype=dtype, device="meta") for name, (one, dtype) in sizes}
+
+
 def bundles_of(
     model: torch.nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Bundle]:
     """Returns in which tensors a checkpoint of ``model`` holds the given ones."""
-    stand_ins = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in tensors.items()
-    }
-    with _Origins(stand_ins) as origins:
-        found = _revert(model, dict(stand_ins))
+    hollow = stand_ins(tensors)
+    with _Origins(hollow) as origins:
+        found = _revert(model, dict(hollow))
     makings = {name: origins.of(tensor) for name, tensor in found.items()}
     whole_of: dict[str, frozenset[str]] = {}  # each source to all that it is linked to
     for group in makings.values():
@@ -225,11 +320,11 @@ def bundles_of(
     grouped: dict[frozenset[str], list[str]] = {}
     for name, sources in makings.items():
         grouped.setdefault(whole_of[next(iter(sources))], []).append(name)
-    order = {name: i for i, name in enumerate(stand_ins)}
+    order = {name: i for i, name in enumerate(hollow)}
     bundles: list[Bundle] = []
     for members, names in grouped.items():
         sources = tuple(sorted(members, key=order.__getitem__))
-        whole = stand_ins[sources[0]]
+        whole = hollow[sources[0]]
         windows = None
         if len(sources) == 1 and all(origins.is_view(found[name], whole) for name in names):
             names.sort(key=lambda name: found[name].storage_offset())
@@ -362,11 +457,7 @@ class ModuleSource:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = unwrap(module)
-
-    @property
-    def owner(self) -> object:
-        return self._module
+        self.owner = unwrap(module)
 
     def metadata(self) -> list[ParamMeta]:
         return self._state().plan.metadata
@@ -374,7 +465,7 @@ class ModuleSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         state = self._state()
         for bundle in state.plan.bundles:
-            yield from bundle.publish(base_model(self._module), state.read(bundle))
+            yield from bundle.publish(base_model(self.owner), state.read(bundle))
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration yields as aliases of the parameters."""
@@ -391,7 +482,7 @@ class ModuleSource:
 
     def _state(self) -> _State:
         """Returns the module's tensors and plan, kept while nothing has moved."""
-        module, known = self._module, known_of(self._module)
+        module, known = self.owner, known_of(self.owner)
         # What adapters add, and to what, may change at any time.
         layout = None if is_peft(module) else layout_of(module)
         state = known.state if known.state and known.state.layout == layout else None

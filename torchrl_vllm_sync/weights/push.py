@@ -30,17 +30,19 @@ from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import Content, as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import Content, WeightSource, as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     MOST_ATTEMPTS,
     Members,
+    PauseMode,
     PendingCalls,
     PhaseTimes,
     Push,
     PushOptions,
     ReplicaClient,
     WeightTransport,
+    ask,
     awaited_replicas,
     check_transport,
     failed,
@@ -52,9 +54,7 @@ from torchrl_vllm_sync.weights.transport import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.source import WeightSource
-    from torchrl_vllm_sync.weights.transport import PauseMode
+    from torchrl_vllm_sync.weights.module import ParamMeta
 
 
 # ---- Earlier pushes: their times, and their versions
@@ -77,8 +77,7 @@ class PushKind(NamedTuple):
 class PushDeadlines:
     """Time limits of pushes: 30 s and three times the median of the last ones of the same kind.
 
-    Before there is a measurement, and where requests in flight are waited for, 300 s at least: how
-    long those take says nothing of the next.
+    Without a measurement, and where requests in flight are waited for, 300 s at least.
     """
 
     def __init__(self) -> None:
@@ -157,14 +156,11 @@ def errors_of(reports: list[LoadReport]) -> dict[str, str]:
 
 
 class VersionHooks:
-    """The hooks of one service in this process; a pickled copy has none."""
+    """The hooks of one service in this process."""
 
     def __init__(self) -> None:
         self._hooks: list[Callable[[PushReport], object]] = []
         self._listeners: list[Callable[[int], object]] = []
-
-    def __reduce__(self) -> tuple[type[VersionHooks], tuple[()]]:
-        return type(self), ()
 
     def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Adds a hook; returns an idempotent function that removes it."""
@@ -207,16 +203,13 @@ class VersionHooks:
 
 # Seconds for a replica to show that all of it is alive before it is sent weights.
 PROBE_TIMEOUT_S = 10.0
-# Least seconds for a step of a catch-up, however late it begins.
-LEAST_S = 1.0
 
 
 def load_snapshot(
     client: ReplicaClient, replica_ids: Collection[str], stored: Any, version: int, limit_s: float
 ) -> dict[str, Any]:
     calls = dict.fromkeys(replica_ids, (stored["directory"], stored["run_id"]))
-    options = {"at_least": version, "timeout_s": limit_s}
-    return client.start_calls("load_snapshot", calls, **options).answers(limit_s + GRACE_S)
+    return ask(client, "load_snapshot", calls, limit_s, at_least=version)
 
 
 def catch_up_from_others(
@@ -226,32 +219,23 @@ def catch_up_from_others(
     version: int,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Makes replicas load the snapshot that others loaded, or copy weights of one, which serves on.
-
-    Pushes to that one wait for a chunk at most.
-    """
+    """Makes replicas load the snapshot that others loaded, or copy the weights of one of them."""
     answers: dict[str, Any] = {}
     calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
     told = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
     if stored := next((one for one in told if isinstance(one, dict)), None):
-        limit_s = max(deadline.left_s, LEAST_S)
-        answers = load_snapshot(client, replica_ids, stored, version, limit_s)
+        answers = load_snapshot(client, replica_ids, stored, version, deadline.left_s)
         replica_ids = failed(answers)
     left = [*replica_ids]
     reason: BaseException = RuntimeError(f"no replica is there that serves version {version}")
     for giver in givers if left else ():
-        left_s = max(deadline.left_s, LEAST_S)
-        calls = client.start_calls("offer_weights", {giver: ()}, timeout_s=left_s)
-        offer = calls.answers(left_s).get(giver, reason)
+        offer = ask(client, "offer_weights", {giver: ()}, deadline.left_s).get(giver, reason)
         if isinstance(offer, BaseException):
             reason = offer
             continue
         try:
             while left and offer["version"] == version and not deadline.passed:
-                left_s = max(deadline.left_s, LEAST_S)
-                call = client.start_calls("take_weights", {left[0]: (offer,)}, timeout_s=left_s)
-                answers |= call.answers(left_s + GRACE_S)
-                del left[0]
+                answers |= ask(client, "take_weights", {left.pop(0): (offer,)}, deadline.left_s)
         finally:
             withdrawal = client.start_calls("withdraw_weights", {giver: (offer["token"],)})
             withdrawal.answers(GRACE_S)
@@ -333,10 +317,7 @@ class WeightPusher:
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Keeps pushes of this process out, such as while replicas come or go.
-
-        The thread that holds it may push, and enter it again.
-        """
+        """Keeps pushes of other threads of this process out, such as while replicas come or go."""
         if not self._lock.acquire(timeout=timeout_s):
             raise SyncError(f"a push was under way for {timeout_s:g} s")
         try:
@@ -353,8 +334,7 @@ class WeightPusher:
             while True:
                 with contextlib.ExitStack() as turn:
                     try:
-                        was_ours = turn.enter_context(self._turn(ending))
-                        self._ledger.is_current &= was_ours()
+                        turn.enter_context(self._turn(ending))()
                     except PushUnderWayError:
                         if deadline.passed:
                             raise
@@ -369,7 +349,8 @@ class WeightPusher:
 
         All trainers ask the same replica first, so that one of two that begin at once goes on, and
         then the others, in case that one dies. Yields what waits for their answers and returns
-        whether the push before was this trainer's too. ``ending`` waits for those told of the end.
+        whether the push before was this trainer's too; else the ledger is not current. ``ending``
+        waits for those told of the end.
         """
         members, push_id = self._members, (self._sender, next(self._numbers))
         members.look()
@@ -384,7 +365,9 @@ class WeightPusher:
             for answer in answers:
                 if isinstance(answer, PushUnderWayError):
                     raise answer
-            return all(one is not False for one in answers)
+            is_ours = all(one is not False for one in answers)
+            self._ledger.is_current &= is_ours
+            return is_ours
 
         def give_signs() -> None:
             with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
@@ -422,7 +405,7 @@ class WeightPusher:
 
     def open(self) -> None:
         with contextlib.ExitStack() as ending, self._lock, self._turn(ending) as was_ours:
-            self._ledger.is_current &= was_ours()
+            was_ours()
             self._open()
 
     def step_aside(self) -> None:
@@ -493,22 +476,27 @@ class WeightPusher:
                 was_ours = stack.enter_context(self._turn(ending))
                 if check is not None:
                     check.end()
-                self._check_repeat(given, version)
-                if not (ours := was_ours()):  # another may have pushed since, or holds a replica
+                known = self._pushed.get(version)
+                if known is not None and (problem := known.difference(given)):
+                    raise StaleVersionError(
+                        f"version {version} was pushed already, and what is pushed now cannot be "
+                        f"called the same: {problem}; give other weights a version of their own"
+                    )
+                if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
-                ledger.is_current &= ours
                 self._open(source)
+                metadata, joined = source.metadata(), self._members.incarnations
                 if options.audit:
-                    self._plan_audit(source)
+                    self._auditor.plan(joined, metadata, FIRST_TIMEOUT_S)
                 self._take_stock()
-            num_bytes = sum(meta.num_bytes for meta in source.metadata())
+            num_bytes = sum(meta.num_bytes for meta in metadata)
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
             kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
             # Once more if another process's versions were followed meanwhile, and are as many.
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source, chosen, limit_s, mode, clear_cache)
+                push = Push(source, chosen, limit_s, mode, clear_cache, times)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
                 if options.audit:
@@ -516,7 +504,9 @@ class WeightPusher:
                         reports = self._audited(push, reports)
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
-                self._keep(content, reports, chosen)
+                may_have = reached_some(reports) or any(one.is_silent for one in reports)
+                if may_have or transport.last_version >= chosen:
+                    self._pushed = {chosen: self._pushed.get(chosen, content)}
                 self._keep_out(reports, chosen)
                 missed = failures.keys() & awaited.keys()
                 if not missed and all(one.loaded for one in reports if not one.error):
@@ -526,22 +516,25 @@ class WeightPusher:
                     with times.measure("compare_s"):
                         content.summed(given)
                 self._missed = missed
-                if last_try or not failures or not self._was_overtaken(reports, chosen):
+                if last_try or reached_some(reports):
+                    break
+                self._take_stock()
+                if ledger.newest < chosen:
                     break
                 self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
-        seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
+        seconds = time.perf_counter() - begin
         report = PushReport(
             version=chosen,
             transport=self.transport.name,  # which may have changed
             num_bytes=num_bytes,
             seconds=seconds,
-            phases=times.seconds | push.times.seconds,
+            phases=times.seconds,
             replicas=reports,
             left_behind=failures,
             began_at=time.time() - seconds,
-            phase_starts={name: at - begin for name, at in starts.items()},
+            phase_starts={name: at - begin for name, at in times.starts.items()},
         )
         return report, is_news
 
@@ -556,23 +549,20 @@ class WeightPusher:
             self._client.refresh_members()
             with self._turn(ending) as was_ours:
                 source = fit_to_model(given, self._expected())
-                self._ledger.is_current &= was_ours()
+                was_ours()
                 self._members.choose()
-                self._plan_audit(source, timeout_s)
-                found = self._auditor.compare(source, self._members.incarnations, timeout_s)
+                metadata, joined = source.metadata(), self._members.incarnations
+                self._auditor.plan(joined, metadata, timeout_s)
+                found = self._auditor.compare(source, joined, timeout_s)
         raise_exceptions(found.failures)
         if found.differences:
             raise WeightAuditError(found.differences)
-        metadata = source.metadata()
         return AuditReport(
             versions=found.versions,
             num_tensors=len(metadata),
             num_bytes=sum(meta.num_bytes for meta in metadata),
             seconds=time.perf_counter() - start,
         )
-
-    def _plan_audit(self, source: WeightSource, timeout_s: float = FIRST_TIMEOUT_S) -> None:
-        self._auditor.plan(self._members.incarnations, source.metadata(), timeout_s)
 
     def _audited(self, push: Push, reports: list[LoadReport]) -> list[LoadReport]:
         """The reports, of failures where replicas hold other weights; these serve no more."""
@@ -584,32 +574,14 @@ class WeightPusher:
         stamp = push.version, UNKNOWN_RUN
         calls = self._client.start_calls("hold_back", dict.fromkeys(wrong, stamp))
         calls.answers(HOLD_BACK_TIMEOUT_S)
-        return [
-            replace(one, version=None, error=wrong[one.replica_id])
-            if one.replica_id in wrong
-            else one
-            for one in reports
-        ]
+        told = {one.replica_id: one for one in reports}
+        told |= {name: replace(told[name], version=None, error=why) for name, why in wrong.items()}
+        return list(told.values())
 
     def _open(self, source: WeightSource | None = None) -> None:
         is_collective = self._transport.is_collective
         self._members.choose(self._members.silent if is_collective else None)
         self._transport.open(self._members, source)
-
-    def _check_repeat(self, source: WeightSource, version: int | None) -> None:
-        """Refuses other weights under the version that this process pushed last."""
-        content = self._pushed.get(version)
-        if content is not None and (problem := content.difference(source)):
-            raise StaleVersionError(
-                f"version {version} was pushed already, and what is pushed now cannot be called "
-                f"the same: {problem}; give other weights a version of their own"
-            )
-
-    def _keep(self, content: Content, reports: list[LoadReport], version: int) -> None:
-        """Remembers what was pushed if a replica, even a silent one, may hold this version."""
-        may_have = reached_some(reports) or any(one.is_silent for one in reports)
-        if may_have or self._transport.last_version >= version:
-            self._pushed = {version: self._pushed.get(version, content)}
 
     def _keep_out(self, reports: list[LoadReport], version: int) -> None:
         """Keeps those left behind, or joined meanwhile, from requests until they hold ``version``.
@@ -628,13 +600,6 @@ class WeightPusher:
         if errors:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
 
-    def _was_overtaken(self, reports: list[LoadReport], version: int) -> bool:
-        """Whether no replica took ``version`` because they hold as new a one of another process."""
-        if reached_some(reports):
-            return False
-        self._take_stock()
-        return self._ledger.newest >= version
-
     def _take_stock(self) -> None:
         """Asks the replicas what they hold: before the first push, and after one that failed."""
         if not self._ledger.is_current:
@@ -648,10 +613,9 @@ class WeightPusher:
         return calls.answers(STOCK_TIMEOUT_S)
 
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
-        """Brings single replicas to the newest version that others serve, without a push.
+        """Brings single replicas to the newest version that others serve; returns who failed.
 
-        From a snapshot where one is stored, otherwise from a replica whose weights can be copied. A
-        silent replica gets nothing, and keeps no push waiting.
+        Without a push, and a silent replica keeps none waiting.
         """
         deadline = Deadline(timeout_s)
         probes = self._client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
@@ -669,8 +633,7 @@ class WeightPusher:
             is_stored = version == self._ledger.reached == transport.last_version
             if isinstance(transport, MemmapTransport) and is_stored:
                 own = {"directory": str(transport.directory), "run_id": transport.run_id}
-                limit_s = max(deadline.left_s, LEAST_S)
-                answers = load_snapshot(self._client, left, own, version, limit_s)
+                answers = load_snapshot(self._client, left, own, version, deadline.left_s)
                 left = failed(answers)
             if left and (givers or not answers):  # such as on a node that the store is not on
                 answers |= catch_up_from_others(self._client, left, givers, version, deadline)

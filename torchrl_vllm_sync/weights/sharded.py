@@ -1,9 +1,7 @@
 """The tensors of a module sharded by FSDP2: gathered on the sending rank, or written by each rank.
 
-The first of the module's ranks iterates; the others take part with ``participate()`` until the push
-ends. While one group of parameters (a decoder layer, or what comes before or after them) is
-consumed, the next is on its way, and no more than these two are ever alive. A transport that writes
-into memory which all ranks reach gathers nothing: it has each rank write what that holds.
+While one group of parameters (a decoder layer, or what comes before or after them) is consumed, the
+next is on its way, and no more than these two are ever alive.
 """
 
 from __future__ import annotations
@@ -34,14 +32,18 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.weights.broadcast.group import wait_until
-from torchrl_vllm_sync.weights.metadata import metadata_digest
 from torchrl_vllm_sync.weights.module import (
+    Bundle,
+    ParamMeta,
     check_readable,
     is_peft,
     known_of,
+    metadata_digest,
+    modules_of,
     plan_of,
     repeated,
     same_values,
+    stand_ins,
     storage_key,
     unwrap,
 )
@@ -51,19 +53,17 @@ from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchrl_vllm_sync.weights.metadata import ParamMeta
-    from torchrl_vllm_sync.weights.module import Bundle, Plan
     from torchrl_vllm_sync.weights.p2p.writes import Cut
+
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Gather:
-    """Gathers some tensors at once. Lifecycle: constructed, ``launch`` and ``result`` once each.
+    """Gathers some tensors at once, in memory that is taken at construction.
 
-    All memory is taken at construction, so that nothing but the network fails in ``launch``: except
-    for tensors cut in another way than ``_Sharded``, which every rank gets, by calls that block.
+    But those that are cut in another way than ``_Sharded`` every rank gets, by calls that block.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, receives: bool) -> None:
@@ -153,9 +153,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 #
 # The leader writes what comes next ("gather group 3", "write your shards", or how the push ended)
 # into the process group's key-value store, and goes on only when every other rank has reported that
-# it is ready, and with the first report what it can take part in. So
-# a rank that fails is noticed before the others are inside a collective with it, and every wait
-# ends: with the others, with the failed rank's own reason, or at a deadline.
+# it is ready, and with the first report what it can take part in. So a rank that fails is noticed
+# before the others are inside a collective with it, and every wait ends: with the others, with the
+# failed rank's own reason, or at a deadline.
 #
 # Keys of one round, below its number: ``begun``; ``joined/<rank>``; ``ready/<step>/<rank>``;
 # ``next/<step>``, the last of which holds the verdict; ``over``. Beside them ``broken``: the rank
@@ -267,8 +267,8 @@ class LeadingRound:
 
     def __init__(self, ranks: TrainerRanks, number: int, digest: str) -> None:
         self._ranks, self._number, self._digest, self._step = ranks, number, digest, 0
-        self._store, self._is_left = ranks.store, False
-        self._offers: dict[int, str] = {}
+        self._store, self._offers = ranks.store, dict[int, str]()
+        self.all_wait = False  # for the leader, whose failure need not wait for them
 
     def call(self, what: str) -> None:
         """Waits until all are ready, and has them do something."""
@@ -276,57 +276,18 @@ class LeadingRound:
         self._store.set(f"{self._number}/next/{self._step}", what)
         self._step += 1
 
-    def reports(self) -> dict[int, str]:
-        """Waits until all have done what they were called for, and returns what they wrote."""
-        return self._await_ready(self._ranks.timeout_s)
-
     def offers(self) -> dict[int, Offer]:
         """Waits until all have joined, and returns what they can take part in."""
         if self._step == 0:
             self.reports()
         return {rank: _strict(text, Offer, rank) for rank, text in self._offers.items()}
 
-    @contextmanager
-    def left_on_failure(self) -> Iterator[None]:
-        """Inside, all have joined and wait for the leader: its failure need not wait for them."""
-        try:
-            yield
-        except BaseException:
-            self._is_left = True
-            raise
-
-    def succeed(self, outcome: Any) -> None:
-        """Ends the round with success on all ranks; a rank that is gone is logged."""
-        self._end(Verdict("", outcome=outcome), waits=True)
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
-        # All that wait in a broken gather have joined, and so have those that a rank's error names.
-        is_known = self._ranks.is_broken or self._is_left
-        waits = not is_known and not isinstance(error, TrainerRankError)
-        self._end(self._ranks.failure(error), waits=waits)
-
-    def raise_reported(self) -> None:
-        """Raises if a rank has reported a failure, without waiting."""
-        self._reports(self._present())
-
-    def blame(self, reason: str) -> TrainerRankError:
-        """Returns the error for a gather that broke off, after a check of which ranks are there."""
-        try:
-            with self._ranks.store_errors():
-                self._await_ready(GRACE_S)
-        except TrainerRankError as error:
-            return TrainerRankError(error.rank, f"{error.reason} ({reason})")
-        return TrainerRankError(None, reason)
-
-    def _await_ready(self, timeout_s: float) -> dict[int, str]:
-        """Waits until the others have begun what was called for before."""
-        there = self._ranks.others
-        try:
-            self._store.wait(list(map(self._key, there)), timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            there = self._present()
-        reports = self._reports(there)
+    def reports(self, timeout_s: float | None = None) -> dict[int, str]:
+        """Waits until all have done what they were called for, and returns what they wrote."""
+        timeout_s = self._ranks.timeout_s if timeout_s is None else timeout_s
+        with suppress(dist.DistStoreError):
+            self._store.wait(self._keys(), timedelta(seconds=timeout_s))
+        reports = self.raise_reported()
         if missing := [rank for rank in self._ranks.others if rank not in reports]:
             more = f", as ranks {missing[1:]}" if missing[1:] else ""
             raise TrainerRankError(missing[0], f"was not ready within {timeout_s:g} s{more}")
@@ -336,27 +297,47 @@ class LeadingRound:
                 raise TrainerRankError(rank, "holds other tensors than the sending rank")
         return reports
 
-    def _present(self) -> list[int]:
-        return [rank for rank in self._ranks.others if self._store.check([self._key(rank)])]
-
-    def _reports(self, there: list[int]) -> dict[int, str]:
-        """Returns what ranks that are ready wrote; raises if one of them failed."""
-        values = self._store.multi_get(list(map(self._key, there)))
+    def raise_reported(self) -> dict[int, str]:
+        """Returns what ranks that are ready wrote by now; raises if one of them failed."""
+        there = dict(zip(self._ranks.others, self._keys(), strict=True))
+        if not self._store.check(list(there.values())):
+            there = {rank: key for rank, key in there.items() if self._store.check([key])}
+        values = self._store.multi_get(list(there.values()))
         reports = dict(zip(there, map(_text, values), strict=True))
         for rank, text in reports.items():
             if text.startswith(FAILED):
                 raise TrainerRankError(rank, text.removeprefix(FAILED))
         return reports
 
-    def _key(self, rank: int) -> str:
-        return f"{self._number}/ready/{self._step}/{rank}"
+    def succeed(self, outcome: Any) -> None:
+        """Ends the round with success on all ranks; a rank that is gone is logged."""
+        self._end(Verdict("", outcome=outcome), waits=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the round with the reason of a failure; waits for ranks that have yet to join."""
+        # All that wait in a broken gather have joined, and so have those that a rank's error names.
+        is_known = self._ranks.is_broken or self.all_wait
+        waits = not is_known and not isinstance(error, TrainerRankError)
+        self._end(self._ranks.failure(error), waits=waits)
+
+    def blame(self, reason: str) -> TrainerRankError:
+        """Returns the error for a gather that broke off, after a check of which ranks are there."""
+        try:
+            with self._ranks.store_errors():
+                self.reports(GRACE_S)
+        except TrainerRankError as error:
+            return TrainerRankError(error.rank, f"{error.reason} ({reason})")
+        return TrainerRankError(None, reason)
+
+    def _keys(self) -> list[str]:
+        return [f"{self._number}/ready/{self._step}/{rank}" for rank in self._ranks.others]
 
     def _end(self, verdict: Verdict, *, waits: bool) -> None:
         text, last, store = _written(verdict), self._number - 1, self._store
         if waits:
             how = "failed, and" if verdict.reason else "succeeded, but"
             with self._ranks.logged(f"the push {how} meanwhile"):
-                self._await_ready(self._ranks.timeout_s)
+                self.reports()
         with self._ranks.logged("the other ranks could not be told how the push ended"):
             store.set(f"{self._number}/next/{self._step}", text)
             store.set(f"{self._number}/over", "")
@@ -381,10 +362,7 @@ class FollowingRound:
         self._store.delete_key(self._ready(self._step - 1))
 
     def next(self, timeout_s: float | None = None) -> int | str | Passed | Verdict:
-        """Waits for the leader's call: the index of the group to gather, or the verdict.
-
-        Or a door that it asks for, or what is to be written.
-        """
+        """Waits for the leader's call: a group to gather, a door, what to write, or the verdict."""
         call = self._read(self._timeout_s if timeout_s is None else timeout_s)
         if isinstance(call, Verdict):
             self._store.delete_key(self._ready(self._step))
@@ -406,9 +384,7 @@ class FollowingRound:
             return _read(call, self._outcome)
         if call.startswith(WRITE):
             return _strict(call.removeprefix(WRITE), Passed, self._ranks.leader)
-        if call == DOOR:
-            return DOOR
-        return _number(call.removeprefix(GATHER), self._ranks.leader)
+        return call if call == DOOR else _number(call.removeprefix(GATHER), self._ranks.leader)
 
     def blame(self, reason: str) -> TrainerRankError:
         """Returns why a gather broke off: the leader's verdict if there is one, or ``reason``."""
@@ -475,6 +451,10 @@ def _text(value: bytes) -> str:
     return value[:MOST_BYTES].decode(errors="backslashreplace")
 
 
+# A tensor's name up to its first number.
+LAYER = re.compile(r"(.*?\.)??[0-9]+(?=\.|$)")
+
+
 class Group(NamedTuple):
     """What is gathered at once: a decoder layer, or what comes before or after them."""
 
@@ -493,17 +473,13 @@ class Origin(NamedTuple):
 Renaming: TypeAlias = (
     "Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]"
 )
-PassOn: TypeAlias = "Callable[[Callable[[str, Callable[[], None]], None]], None]"
 
 
 class ShardedModuleSource:
-    """A Hugging Face model under ``torch.distributed.fsdp.fully_shard``, on all of its ranks.
-
-    The one that ``leads`` iterates inside :meth:`lead`, and the others call :meth:`participate`.
-    """
+    """A model under ``fully_shard``; one rank iterates in :meth:`lead`, the others participate."""
 
     def __init__(self, module: torch.nn.Module, *, timeout_s: float = 60.0) -> None:
-        self._module = module = unwrap(module)
+        self.owner = module = unwrap(module)
         if is_peft(module):
             raise WeightMismatchError(
                 "adapters on a sharded model cannot be merged: merge them first, or do not shard"
@@ -527,20 +503,16 @@ class ShardedModuleSource:
     def leads(self) -> bool:
         return self._ranks.rank == self._ranks.leader
 
-    @property
-    def owner(self) -> object:
-        return self._module
-
     def views(self) -> None:
         """Returns ``None``: every value has to be gathered."""
 
     def metadata(self) -> list[ParamMeta]:
         """As those of a ``ModuleSource``, on any rank, without gathering."""
-        return self._plan().metadata
+        return plan_of(self.owner, self._tensors()).metadata
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
-        tensors = self._module.state_dict(keep_vars=True)
+        tensors = self.owner.state_dict(keep_vars=True)
         return same_values(tensors[name], tensors[other])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -568,7 +540,7 @@ class ShardedModuleSource:
                 del now
                 for bundle in group.bundles:
                     sources = [whole[name] for name in bundle.sources]
-                    yield from bundle.publish(self._module, sources)
+                    yield from bundle.publish(self.owner, sources)
                     del sources
                 del whole
         except TrainerRankError as error:
@@ -582,11 +554,7 @@ class ShardedModuleSource:
 
     @contextmanager
     def lead(self) -> Iterator[SimpleNamespace]:
-        """Wraps a push on the sending rank: the others learn how it ended, whatever happens.
-
-        Leaving waits for ranks that have yet to join, and gives them the ``outcome`` that was set:
-        plain values or dataclasses.
-        """
+        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
         if not self.leads:
             raise UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
@@ -663,7 +631,7 @@ class ShardedModuleSource:
     @property
     def _writer(self) -> ShardWriter:
         """What this rank, if it does not send, has kept of earlier pushes of this model."""
-        known = known_of(self._module)
+        known = known_of(self.owner)
         known.writer = known.writer or ShardWriter()
         return known.writer
 
@@ -693,17 +661,14 @@ class ShardedModuleSource:
 
     def origins(self, renamed: Renaming) -> dict[str, Origin]:
         """Returns what each published tensor is made of, under the names that it is sent by."""
-        plan, items, made_of = self._plan(), list[tuple[str, torch.Tensor]](), {}
+        plan, items = plan_of(self.owner, self._tensors()), list[tuple[str, torch.Tensor]]()
+        live, made_of = stand_ins(plan.facts), {}
         for bundle in plan.bundles:
-            sources = [
-                torch.empty(plan.facts[one][0], dtype=plan.facts[one][1], device="meta")
-                for one in bundle.sources
-            ]
-            views = bundle.views(sources)
+            views = bundle.views([live[one] for one in bundle.sources])
             is_computed = views is None
             if views is None:
-                empty = ((one, torch.empty(one.shape, device="meta")) for one in bundle.metadata)
-                views = [(meta.name, tensor) for meta, tensor in empty]
+                empty = stand_ins({one.name: (one.shape, one.dtype) for one in bundle.metadata})
+                views = [*empty.items()]
             made_of |= {storage_key(one): (bundle.sources, is_computed) for _, one in views}
             items += views
         found: dict[str, Origin] = {}
@@ -719,13 +684,11 @@ class ShardedModuleSource:
             return self._leading.offers()
 
     @contextmanager
-    def written(self, passed: Passed) -> Iterator[PassOn]:
-        """Has every other rank write its shards; leaving waits until all have.
-
-        Yields what passes a new memory on to them, while they wait for it.
-        """
+    def written(self, passed: Passed) -> Iterator[Callable[[Any], None]]:
+        """Has every other rank write its shards, until all have; yields what passes memory on."""
         leading, doors = self._leading, dict[int, str]()
-        with self._ranks.store_errors(), leading.left_on_failure():
+        leading.all_wait = True
+        with self._ranks.store_errors():
             if passed.new:
                 leading.call(DOOR)
                 doors = leading.reports()
@@ -741,7 +704,7 @@ class ShardedModuleSource:
 
             yield pass_on
             leading.reports()
-            self._left = passed.left
+        self._left, leading.all_wait = passed.left, False
 
     def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors, gathered as by iteration, of those that :meth:`written` left."""
@@ -807,39 +770,29 @@ class ShardedModuleSource:
         except RuntimeError as error:  # torch.distributed's backends raise nothing narrower
             raise turn.blame(f"a gather broke off: {error}") from error
 
-    def _plan(self) -> Plan:
-        return plan_of(self._module, self._tensors())
-
     def _groups(self, of: Collection[str] | None = None) -> list[Group]:
-        """Returns the tensors of each decoder layer, and of what comes before and after them.
-
-        With ``of`` only what is made of these tensors of the model.
-        """
+        """Returns what to gather at once, all of it or only what is ``of`` these tensors."""
         tensors = self._tensors()
-        bundles, wanted = plan_of(self._module, tensors).bundles, set(of or ())
+        bundles, wanted = plan_of(self.owner, tensors).bundles, set(of or ())
         kept = (one for one in bundles if of is None or not wanted.isdisjoint(one.sources))
-        layers = itertools.groupby(kept, _layer_of)
+        layers = itertools.groupby(kept, lambda one: (LAYER.match(one.sources[0]) or [""])[0])
         grouped = [list(layer) for _, layer in layers]
         return [Group(one, {n: tensors[n] for b in one for n in b.sources}) for one in grouped]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
-        tensors = dict(self._module.state_dict(keep_vars=True))
+        tensors = dict(self.owner.state_dict(keep_vars=True))
         # Not by value: ranks would have to agree, and each sees only its own shard.
-        left_out = repeated(self._module, tensors, lambda one, two: tensors[one] is tensors[two])
+        left_out = repeated(self.owner, tensors, lambda one, two: tensors[one] is tensors[two])
         return {name: one for name, one in tensors.items() if name not in left_out}
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``module``, or the model it wraps, is sharded by FSDP2 or has a ``DTensor``."""
-    pending: list[Any] = [unwrap(module)]
-    while pending:  # at each push, so without the generators of ``module.modules()``
-        part = pending.pop()
-        parts = part.__dict__
-        if isinstance(part, FSDPModule) or DTensor in map(type, parts["_parameters"].values()):
-            return True
-        pending += [one for one in parts["_modules"].values() if one is not None]
-    return False
+    return any(
+        isinstance(part, FSDPModule) or DTensor in map(type, vars(part)["_parameters"].values())
+        for part in modules_of(unwrap(module))
+    )
 
 
 @contextmanager
@@ -850,12 +803,6 @@ def leading(source: object) -> Iterator[SimpleNamespace]:
             yield announcement
     else:
         yield SimpleNamespace()
-
-
-def _layer_of(bundle: Bundle) -> str:
-    """Returns a tensor's name up to its first number; nothing if there is none."""
-    found = re.match(r"(.*?\.)??[0-9]+(?=\.|$)", bundle.sources[0])
-    return found[0] if found else ""
 
 
 def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

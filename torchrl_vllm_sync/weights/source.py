@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -13,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.checks import first_few
-from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights.module import (
     Known,
     ModuleSource,
+    ParamMeta,
     check_readable,
     is_peft,
     known_of,
@@ -26,14 +27,8 @@ from torchrl_vllm_sync.weights.module import (
     same_values,
     whole,
 )
-from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
+from torchrl_vllm_sync.weights.sharded import Renaming, ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchrl_vllm_sync.weights.sharded import Renaming
-
 
 HEAD = "lm_head.weight"
 # Buffers that follow from the configuration: no checkpoint holds them, but a TensorDict may.
@@ -79,6 +74,15 @@ class StableSource(Protocol):
         ...
 
 
+def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
+    """Returns aliases of a source's tensors, else its module's parameters; nothing if unknown."""
+    if not isinstance(source, StableSource):
+        return ()
+    if (views := source.views()) is None and isinstance(source.owner, torch.nn.Module):
+        return source.owner.named_parameters()
+    return views or ()
+
+
 def views_of(source: WeightSource) -> list[tuple[str, torch.Tensor]] | None:
     """Returns aliases of a source's tensors; ``None`` if it computes them, or cannot say."""
     return source.views() if isinstance(source, StableSource) else None
@@ -87,8 +91,8 @@ def views_of(source: WeightSource) -> list[tuple[str, torch.Tensor]] | None:
 class MappingSource:
     """A state dict, or any mapping of names to tensors."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = dict(tensors)
+    def __init__(self, tensors: Any) -> None:
+        self.tensors: dict[str, torch.Tensor] = dict(tensors)
         for name, one in self.tensors.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of weights must be text, got {name!r}")
@@ -147,13 +151,11 @@ def as_weight_source(weights: Any) -> WeightSource:
     if isinstance(weights, torch.nn.Module) and not isinstance(weights, TensorDictBase):
         return ShardedModuleSource(weights) if is_sharded(weights) else ModuleSource(weights)
     if isinstance(weights, TensorDictBase):
-        return MappingSource(dict(weights.flatten_keys(".").items()))
-    if isinstance(weights, Mapping):
-        return MappingSource(weights)
-    if isinstance(weights, WeightSource):
+        return MappingSource(weights.flatten_keys(".").items())
+    if isinstance(weights, WeightSource) and not isinstance(weights, Mapping):
         return weights
     if isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
-        return MappingSource(dict(weights))
+        return MappingSource(weights)
     raise TypeError(
         "weights must be a module, a TensorDict, a mapping, a WeightSource or an iterable of "
         f"(name, tensor), got {type(weights).__name__}"
@@ -172,10 +174,8 @@ class _Fit:
     sent: dict[str, str | list[tuple[str, ...]]]
     metadata: list[ParamMeta]  # what is sent
     embedding: str | None  # what a head that comes along, and is not sent, must equal
-    # the list that `views` was made from
-    source_views: list[tuple[str, torch.Tensor]] | None = None
-    # those of the source that are sent, renamed
-    views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    # a list of the source's views, and what is sent of it
+    views: tuple[Any, list[tuple[str, torch.Tensor]]] = None, []
 
     def renamed(
         self, items: Iterable[tuple[str, torch.Tensor]]
@@ -210,9 +210,9 @@ class _FittedSource:
         views, fit = views_of(self._source), self._fit
         if views is None:
             return None
-        if views is not fit.source_views:
-            fit.views, fit.source_views = list(fit.renamed(views)), views
-        return fit.views
+        if views is not fit.views[0]:
+            fit.views = views, list(fit.renamed(views))
+        return fit.views[1]
 
 
 def sharded_of(source: WeightSource) -> tuple[ShardedModuleSource, Renaming] | None:
@@ -227,9 +227,8 @@ def sharded_of(source: WeightSource) -> tuple[ShardedModuleSource, Renaming] | N
 def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightSource:
     """Checks that ``source`` is a complete push for the engines' model and renames it to fit.
 
-    A prefix that all names share is removed. Fused experts are sent one by one. A tied output head
-    may be absent, but must equal the embedding. Any floating-point dtype may stand for another,
-    since transports cast. The result is kept while both lists of metadata are the same objects.
+    A tied output head may be absent, but must equal the embedding. Any floating-point dtype may
+    stand for another, since transports cast.
     """
     given = source.metadata()
     known = known_of(source.owner) if isinstance(source, StableSource) else Known()
@@ -247,7 +246,11 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
     relevant = [
         meta for meta in given if meta.name in wanted or meta.name.rpartition(".")[2] not in DERIVED
     ]
-    prefix = _common_prefix([meta.name for meta in relevant], wanted)
+    prefix = ""
+    if wanted and not any(meta.name in wanted for meta in relevant):
+        probe = next(iter(wanted))
+        longer = [meta.name for meta in relevant if meta.name.endswith("." + probe)]
+        prefix = longer[0].removesuffix(probe) if len(longer) == 1 else ""
     found: dict[str, ParamMeta] = {}
     sent: dict[str, str | list[tuple[str, ...]]] = {}
     twice: list[str] = []
@@ -262,21 +265,16 @@ def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamM
         found |= {one.name: one for one in items}
         sent[meta.name] = names
     both = [(meta, wanted[name]) for name, meta in found.items() if name in wanted]
-    embedding = None
+    embedding, shapes, dtypes = None, list[str](), list[str]()
     if HEAD in found and HEAD not in wanted:
         shape = found[HEAD].shape
         alike = [one.name for one, _ in both if "embed" in one.name and one.shape == shape]
         embedding = alike[0] if len(alike) == 1 else None
-    shapes = [
-        f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}"
-        for meta, want in both
-        if meta.shape != want.shape
-    ]
-    dtypes = [
-        f"{meta.name} {meta.dtype} instead of {want.dtype}"
-        for meta, want in both
-        if meta.dtype.is_floating_point != want.dtype.is_floating_point
-    ]
+    for meta, want in both:
+        if meta.shape != want.shape:
+            shapes.append(f"{meta.name} {list(meta.shape)} instead of {list(want.shape)}")
+        if meta.dtype.is_floating_point != want.dtype.is_floating_point:
+            dtypes.append(f"{meta.name} {meta.dtype} instead of {want.dtype}")
     problems = [
         _listing("missing", [name for name in wanted if name not in found]),
         _listing("unknown", [name for name in found if name not in wanted and name != HEAD]),
@@ -319,15 +317,6 @@ def _check(source: WeightSource, prefix: str, embedding: str | None, *problems: 
         )
 
 
-def _common_prefix(given: list[str], wanted: Mapping[str, ParamMeta]) -> str:
-    """Returns the prefix whose removal turns the most given names into wanted ones."""
-    if not wanted or any(name in wanted for name in given):
-        return ""
-    probe = next(iter(wanted))
-    candidates = [name.removesuffix(probe) for name in given if name.endswith("." + probe)]
-    return candidates[0] if len(candidates) == 1 else ""
-
-
 def _listing(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}: {first_few(names)}" if names else ""
 
@@ -336,8 +325,7 @@ class Content:
     """What a source held at a moment, to recognise whether a later push repeats it.
 
     A glance shows an optimizer step and other tensors, but not a write through ``.data`` outside of
-    the values it reads; :meth:`summed` shows every change. Neither shows anything of a source whose
-    tensors are not at hand (merged adapters, a user's source).
+    the values it reads; :meth:`summed` shows every change.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -386,3 +374,65 @@ def _glance(tensor: torch.Tensor, *, with_values: bool) -> tuple[Any, ...]:
         sample = bytes_of(flat[:: max(flat.numel() // 16, 1)]).tobytes()
     writes = None if tensor.is_inference() else tensor._version
     return storage, one.storage_offset(), one.shape, one.stride(), writes, sample
+
+
+# ---- Where a source is
+#
+# A transport sends from where the weights are. The current CUDA device says little of that: it is
+# each thread's own, and a process that keeps a model on ``cuda:1`` need never have made it current.
+
+
+def device_uuid(device: torch.device) -> str:
+    """Returns the UUID of a GPU, the same in every process; empty for a CPU."""
+    return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_name(device: torch.device) -> str:
+    """Returns a GPU's name, or how many cores of a CPU this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {len(os.sched_getaffinity(0))} cores"
+
+
+def home_device(source: WeightSource | None, kind: str) -> torch.device | None:
+    """Returns the device of a kind that a source's tensors are on; ``None`` unless it is one."""
+    devices = {one.device for _, one in tensors_of(source)} if source is not None else set()
+    of_kind = [one for one in devices if one.type == kind]
+    return of_kind[0] if len(of_kind) == 1 else None
+
+
+def current_device(kind: str) -> torch.device:
+    """Returns this thread's current CUDA device, or the CPU."""
+    if kind == "cuda":
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
+
+
+def sending_device(
+    transport: str,
+    engines: Mapping[str, Any],
+    source: WeightSource | None,
+    given: torch.device | None = None,
+    *,
+    gpu: bool = False,
+) -> torch.device:
+    """Returns the trainer's device, of the kind that all engines are on, or has to be a ``gpu``."""
+    kind, *others = sorted({one.device_type for one in engines.values()})
+    device = given or home_device(source, kind) or torch.device(kind)
+    if others:
+        places = (f"replica {name} is on {one.device_type}" for name, one in engines.items())
+        where = ", ".join(places)
+    elif gpu and kind != "cuda":
+        where = f"the engines are on {kind}"
+    elif kind == "cuda" and not torch.cuda.is_available():
+        where = "the engines are on cuda, the trainer is on a host without CUDA"
+    elif device.type != kind:
+        where = f"the engines are on {kind}, the trainer is on {device}"
+    else:
+        is_indexed = kind == "cuda" and device.index is not None
+        return device if is_indexed else current_device(kind)
+    raise UnsupportedArgumentError(
+        f"the {transport} transport needs trainer and engines on one "
+        + ("CUDA device" if gpu else "kind of device")
+        + f", and {where}: use the memmap transport"
+    )

@@ -15,17 +15,17 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.replica import LoadReport, ReplicaState
+from torchrl_vllm_sync.replica import EngineDescription, LoadReport, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
 
 
 # A replica keeps to the time limit itself. One silent for this much longer has hung.
 GRACE_S = 10.0
+LEAST_S = 1.0  # of such a limit, however late the call begins
 DESCRIBE_TIMEOUT_S = 30.0
 # How often one push sends everything: again without replicas that were lost, and again.
 MOST_ATTEMPTS = 3
@@ -180,6 +180,15 @@ class ReplicaClient(Protocol):
     ) -> PendingCalls: ...
 
 
+def ask(
+    client: ReplicaClient, method: str, calls: Mapping[str, Any], limit_s: float, **options: Any
+) -> dict[str, Any]:
+    """Makes a call with a time limit that replicas keep to themselves, and waits for all."""
+    limit_s = max(limit_s, LEAST_S)
+    pending = client.start_calls(method, calls, timeout_s=limit_s, **options)
+    return pending.answers(limit_s + GRACE_S)
+
+
 class Members:
     """The replicas that a trainer's pushes go to, and why others are left out.
 
@@ -254,16 +263,13 @@ class Members:
 
     def reports(self, answers: Mapping[str, Any]) -> list[LoadReport]:
         """Returns what each replica answered, and why each missing one did not."""
-        standings = self.client.standings()
-        starting = {n for n, one in standings.items() if one.state is ReplicaState.STARTING}
-
-        def failure(name: str, error: str) -> dict[str, Any]:
-            about = {"is_expected": name not in starting, "is_silent": name in self.silent}
-            return {"version": None, "error": error, **about}
-
+        standings, facts = self.client.standings(), dict(answers)
         reasons = {n: why for n, why in self.missing.items() if n not in answers}
         reasons |= {n: reason_of(one) for n, one in failed(answers).items()}
-        facts = {**answers, **{n: failure(n, why) for n, why in reasons.items()}}
+        for name, error in reasons.items():
+            is_starting = name in standings and standings[name].state is ReplicaState.STARTING
+            about = {"is_expected": not is_starting, "is_silent": name in self.silent}
+            facts[name] = {"version": None, "error": error, **about}
         return [LoadReport(**{**one, "replica_id": name}) for name, one in facts.items()]
 
 

@@ -17,8 +17,7 @@ import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch, left_s
-from torchrl_vllm_sync.weights.metadata import ParamMeta, checked, metadata_digest
-from torchrl_vllm_sync.weights.module import storage_key
+from torchrl_vllm_sync.weights.module import ParamMeta, checked, metadata_digest, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

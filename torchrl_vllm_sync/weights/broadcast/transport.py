@@ -21,9 +21,14 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Packer, StreamingPacker
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
-from torchrl_vllm_sync.weights.metadata import to_json
-from torchrl_vllm_sync.weights.places import home_device, sending_device
-from torchrl_vllm_sync.weights.source import StableSource, WeightSource, views_of
+from torchrl_vllm_sync.weights.module import to_json
+from torchrl_vllm_sync.weights.source import (
+    StableSource,
+    WeightSource,
+    home_device,
+    sending_device,
+    views_of,
+)
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     Members,

@@ -14,11 +14,10 @@ import torch
 
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.metadata import checked, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
-from torchrl_vllm_sync.weights.places import sending_device
-from torchrl_vllm_sync.weights.source import WeightSource, sharded_of, views_of
+from torchrl_vllm_sync.weights.source import WeightSource, sending_device, sharded_of, views_of
 from torchrl_vllm_sync.weights.transport import Members, Push, failed, raise_exceptions
 
 if TYPE_CHECKING:

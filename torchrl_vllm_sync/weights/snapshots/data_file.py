@@ -31,7 +31,7 @@ from tensordict import TensorDict
 
 from torchrl_vllm_sync.checks import Deadline, shown
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
-from torchrl_vllm_sync.weights.metadata import ParamMeta, dtype_name, from_json, to_json
+from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, to_json
 from torchrl_vllm_sync.weights.snapshots import files
 
 if TYPE_CHECKING:

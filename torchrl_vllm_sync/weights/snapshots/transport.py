@@ -27,7 +27,7 @@ import torch
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
-from torchrl_vllm_sync.weights.metadata import ParamMeta, checked
+from torchrl_vllm_sync.weights.module import ParamMeta, checked
 from torchrl_vllm_sync.weights.snapshots import data_file, files
 from torchrl_vllm_sync.weights.snapshots.data_file import DataFile, DataLayout, Manifest
 from torchrl_vllm_sync.weights.source import WeightSource, views_of
