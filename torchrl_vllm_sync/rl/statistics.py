@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import html
+import logging
 import math
+import os
 import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -21,13 +25,12 @@ from torchrl.record.loggers.common import Logger
 
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.observe.gpus import GPUUse
 from torchrl_vllm_sync.rl import keys
-from torchrl_vllm_sync.rl.corrections import deviations
-from torchrl_vllm_sync.rl.staleness import (
+from torchrl_vllm_sync.rl.corrections import (
     COUNTING,
     VersionLike,
     as_version_source,
+    deviations,
     oldest_versions,
     staleness_of,
 )
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
 
+_POLL_S = 0.02  # between two looks at what GPUs do
 _STATISTICS = "statistics"
 _DTYPES = {
     "prompt_length": torch.int64,
@@ -282,10 +286,7 @@ class DashboardLogger(Logger):
         """Passes a video on to the other logger.
 
         Args:
-            name: For that logger, as all of these.
-            video: See there.
-            step: See there.
-            **kwargs: See there.
+            name, video, step, **kwargs: That logger's.
         """
         if self.also:
             self.also.log_video(name, video, step=step, **kwargs)
@@ -343,20 +344,19 @@ def log_pushes(
             "left_behind": float(len(report.left_behind)),
             **report.phases,
         }
-        loaded = [one.phases for one in report.replicas if one.phases.get("loaded", 1.0)]
-        for name in dict.fromkeys(name for phases in loaded for name in phases):
-            values = [phases[name] for phases in loaded if name in phases]
+        loaded = [phases for one in report.replicas if (phases := one.phases).get("loaded")]
+        for name in loaded[0] if loaded else ():
             if name.endswith("_s"):
-                found[f"replica/{name}"] = max(values)
+                found[f"replica/{name}"] = max(phases[name] for phases in loaded)
             elif name in ("num_kept", "num_restarted"):
-                found[f"replica/{name}"] = sum(values)
-        _log(logger, prefix, found, report.version)
+                found[f"replica/{name}"] = sum(phases[name] for phases in loaded)
+        logger.log_metrics(_prefixed(prefix, found), step=report.version)
 
     return service.register_version_hook(log)
 
 
-def _log(logger: Logger, prefix: str, found: dict[str, float], step: int | None) -> None:
-    logger.log_metrics({f"{prefix}/{name}": value for name, value in found.items()}, step=step)
+def _prefixed(prefix: str, found: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def log_rollouts(
@@ -400,7 +400,7 @@ def log_rollouts(
             ``("masks", "all_assistant_mask")``.
     """
     by_row, found = _figures(batch, version, reward)
-    _log(logger, prefix, found, step)
+    logger.log_metrics(_prefixed(prefix, found), step=step)
     _show_by_row(logger, prefix, by_row)
     return found
 
@@ -467,6 +467,57 @@ def _by_row(
         found["reward"] = torch.cat([one.flatten() for one in parts]).double()
     known = {name: one if name == "reward" else _known(one) for name, one in found.items()}
     return {name: values for name, values in known.items() if len(values)}
+
+
+class GPUUse:
+    """Polls NVML for the share of time in which each GPU that CUDA may use runs anything.
+
+    NVML itself averages over the last 1/6 s to 1 s, so that only longer times say something. Where
+    NVML or what it is asked is not there, nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._polls = deque[tuple[float, list[float]]](maxlen=50_000)  # a quarter of an hour's
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._poll, name="gpu-use", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(10.0)
+
+    def _poll(self) -> None:
+        from vllm.third_party import pynvml as nvml
+
+        level = logging.DEBUG  # of what is said where there is no GPU of NVIDIA's
+        with contextlib.ExitStack() as stack:
+            try:
+                nvml.nvmlInit()
+                stack.callback(nvml.nvmlShutdown)
+                level, gpus = logging.WARNING, _visible_gpus(nvml)
+                while gpus and not self._ended.wait(_POLL_S):
+                    rates = [nvml.nvmlDeviceGetUtilizationRates(one) for one in gpus]
+                    self._polls.append((time.perf_counter(), [one.gpu / 100 for one in rates]))
+            except nvml.NVMLError as error:  # also a part of a GPU (MIG), or one off the bus
+                logging.getLogger(__name__).log(level, "GPU use is not known: %s", error)
+
+    def between(self, begin: float, end: float) -> list[float] | None:
+        """Shares of each GPU between two times of ``time.perf_counter()``; ``None`` if unknown."""
+        polls = [shares for when, shares in self._polls.copy() if begin <= when <= end]
+        return [statistics.fmean(of_one) for of_one in zip(*polls, strict=True)] or None
+
+
+def _visible_gpus(nvml: Any) -> list[Any]:
+    """NVML's handles of the GPUs that this process may use, by their numbers or UUIDs."""
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return [by_index(at) for at in range(nvml.nvmlDeviceGetCount())]
+    names = filter(None, map(str.strip, named.split(",")))
+    return [by_index(int(one)) if one.isdigit() else by_uuid(one) for one in names]
 
 
 class RunLog:
@@ -561,7 +612,7 @@ class RunLog:
         check_integer("step", step, 0)
         by_row, of_rows = _figures(rows, self.service if version is None else version, self.reward)
         table = _table(rows, step, self.reward, self.samples)
-        found = {f"rollout/{name}": value for name, value in of_rows.items()}
+        found = _prefixed("rollout", of_rows)
         for name, value in figures.items():
             found |= _flat(name, value)
         now = time.perf_counter()
