@@ -44,13 +44,15 @@ class Metric(NamedTuple):
         return ends.get(self.name.rpartition("_")[2], "gauge")
 
     def instrument(self) -> Any:
-        """Makes Ray's object for it."""
+        """Makes Ray's object for it, and returns what takes a number and tags."""
         from ray.util import metrics
 
         name, about = PREFIX + self.name, f"{self.about} ({self.unit})"
         if self.kind == "histogram":
-            return metrics.Histogram(name, about, SECONDS_BOUNDS, self.tags)
-        return (metrics.Gauge if self.kind == "gauge" else metrics.Counter)(name, about, self.tags)
+            return metrics.Histogram(name, about, SECONDS_BOUNDS, self.tags).observe
+        if self.kind == "gauge":
+            return metrics.Gauge(name, about, self.tags).set
+        return metrics.Counter(name, about, self.tags).inc
 
 
 # Name, unit, tags beside "service", and the figure of a replica's status that it shows, if it shows
@@ -272,11 +274,6 @@ class MetricsExporter:
 
     def _record(self, readings: Iterable[Reading]) -> None:
         for one in readings:
-            instrument, kind = self._instruments[one.name], METRICS[one.name].kind
-            tags = {"service": self._name, **dict(one.tags)}
-            if kind == "gauge":
-                instrument.set(float(one.value), tags=tags)
-            elif kind == "histogram":
-                instrument.observe(one.value, tags=tags)
-            elif one.value:  # Ray refuses to add nothing
-                instrument.inc(one.value, tags=tags)
+            if one.value or METRICS[one.name].kind == "gauge":  # Ray refuses to add nothing
+                tags = {"service": self._name, **dict(one.tags)}
+                self._instruments[one.name](float(one.value), tags=tags)

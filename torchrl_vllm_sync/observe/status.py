@@ -88,6 +88,7 @@ class StatusLog:
     ) -> ServiceStatus:
         """Puts together what is known of a service, without actor calls, and ``about`` it."""
         snapshots, now = self._load.snapshots(), self._load.clock()
+        engines = ", ".join(sorted({one.description.vllm_version for one in members}))
         self.add_pushes(one.last_push for one in snapshots if one.last_push is not None)
         known = {one.replica_id: one for one in members}
         return ServiceStatus(
@@ -98,7 +99,7 @@ class StatusLog:
             replicas=tuple(_of_replica(one, known.get(one.replica_id), now) for one in snapshots),
             pushes=self.pushes,
             failures=self.failures,
-            versions=_versions(members),
+            versions=({"vllm": engines} if engines else {}) | _own_versions(),
             model=next((one.description.model for one in members), ""),
             **about,
         )
@@ -110,10 +111,8 @@ class StatusLog:
             for one in snapshots:
                 is_news = one.state is not self._states.get(one.replica_id)
                 # One that joins is stale for a moment, and has no reason to be.
-                is_bad = one.state is ReplicaState.FAILED or (
-                    one.state is ReplicaState.STALE and one.reason
-                )
-                if is_news and is_bad:
+                is_stale = one.state is ReplicaState.STALE and one.reason
+                if is_news and (is_stale or one.state is ReplicaState.FAILED):
                     noted = self._wall_clock(), one.state, one.replica_id, one.reason
                     self._failures.append(FailureStatus(*noted))
             self._states = {one.replica_id: one.state for one in snapshots}
@@ -261,11 +260,6 @@ class ServiceStatus:
         return finite(whole)
 
 
-def _versions(members: Sequence[Member]) -> dict[str, str]:
-    engines = sorted({one.description.vllm_version for one in members})
-    return ({"vllm": ", ".join(engines)} if engines else {}) | _own_versions()
-
-
 @cache  # reading the metadata of distributions takes longer than the rest
 def _own_versions() -> dict[str, str]:
     return {"torchrl": version("torchrl"), "torchrl_vllm_sync": version("torchrl-vllm-sync")}
@@ -276,24 +270,23 @@ def finite(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-# What a status has by the names of the ledger's record, and of its report while that is fresh.
-_HERE = ("replica_id", "state", "reason", "in_flight", "weight_version")
-_REPORTED = ("num_unfinished", "num_running", "num_waiting", "kv_cache_usage", "counters")
-_REPORTED += ("time_to_first_token", "inter_token_latency")
-_DESCRIBED = ("pid", "device_type", "device_name", "num_workers")
+_NAMES = [one.name for one in dataclasses.fields(ReplicaStatus)]
 
 
 def _of_replica(known: LoadSnapshot, member: Member | None, now: float) -> ReplicaStatus:
-    figures = {name: getattr(known, name) for name in _HERE}
+    """Reads each figure by its name from whoever has it, and from the ledger what it has itself."""
+    sources: list[Any] = []
+    if member is not None:
+        sources += [member.description, member]
+    if is_fresh := known.is_fresh(now, MAX_AGE_S):
+        sources += [known.report, known.report.counters]
+    figures = {name: getattr(one, name) for one in sources for name in _NAMES if hasattr(one, name)}
+    own = ("replica_id", "state", "reason", "in_flight", "weight_version")
+    figures |= {name: getattr(known, name) for name in own}
     if known.measured_at is not None:
         figures["report_age_s"] = max(0.0, now - known.measured_at)
     if member is not None:
-        figures |= {name: getattr(member.description, name) for name in _DESCRIBED}
-        figures |= {"node": member.description.node_ip, "num_restarts": member.num_restarts}
-    if known.is_fresh(now, MAX_AGE_S):
-        figures |= {name: getattr(known.report, name) for name in _REPORTED}
-        figures |= token_rates(known.counted)
-        figures["elsewhere"] = known.num_elsewhere
-        if known.counters is not None:
-            figures["prefix_cache_hit_rate"] = known.counters.prefix_cache_hit_rate
+        figures["node"] = member.description.node_ip
+    if is_fresh:
+        figures |= token_rates(known.counted) | {"elsewhere": known.num_elsewhere}
     return ReplicaStatus(**figures)

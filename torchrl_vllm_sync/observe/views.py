@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 import time
+from collections import defaultdict
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -250,8 +251,7 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
         raise UnsupportedArgumentError("reports must hold at least 1 push, got none")
     pushes = sorted(given, key=lambda one: one.began_at)
     first = pushes[0].began_at
-    trainers: dict[str, list[dict[str, Any]]] = {}  # by the name of the track
-    replicas: dict[str, list[dict[str, Any]]] = {}
+    trainers, replicas = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
     ends: list[float] = []  # of the last push on each of the trainer's tracks
     for report in pushes:
         began_at = report.began_at
@@ -259,15 +259,14 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
         track = next((at for at, end in enumerate(ends) if end <= began_at), len(ends))
         ends[track : track + 1] = [began_at + report.seconds]
         name = f"trainer {track + 1}" if track else "trainer"
-        trainers.setdefault(name, []).extend(_trainer_spans(report, began_at - first))
+        trainers[name] += _trainer_spans(report, began_at - first)
         for one in report.replicas:
-            name = f"replica {one.replica_id}"
-            replicas.setdefault(name, []).extend(_replica_spans(one, first))
+            replicas[f"replica {one.replica_id}"] += _replica_spans(one, first)
     events = [_event("M", "process_name", name="torchrl_vllm_sync")]
-    for track, (name, spans) in enumerate({**trainers, **replicas}.items()):
+    for track, (name, spans) in enumerate((trainers | replicas).items()):
         about = _event("M", "thread_name", name=name)
         order = _event("M", "thread_sort_index", sort_index=track)
-        events += [{**one, "tid": track} for one in (about, order, *spans)]
+        events += [one | {"tid": track} for one in (about, order, *spans)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_at": first}}
 
 

@@ -97,10 +97,8 @@ def as_version_source(version: VersionLike) -> Callable[[], int]:
         return partial(getattr, owner, name)
     if callable(version) and not isinstance(version, (type, nn.Module, WeightUpdater)):
         return version
-    raise UnsupportedArgumentError(
-        "version must be an int, a function that returns one, a service, a WeightUpdater or a "
-        f"PolicyVersion, got {type(version).__name__}"
-    )
+    known = "an int, a function that returns one, a service, a WeightUpdater or a PolicyVersion"
+    raise UnsupportedArgumentError(f"version must be {known}, got {type(version).__name__}")
 
 
 class StalenessFilter(PolicyAgeFilter):
@@ -179,10 +177,10 @@ class StalenessFilter(PolicyAgeFilter):
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Drops stale rows before they are written; ``None`` writes nothing."""
-        if tensordict is None:  # an MCAdvantage behind it holds incomplete groups back
-            return None
+        if tensordict is None or not tensordict.batch_size.numel():
+            return tensordict  # an MCAdvantage behind it holds incomplete groups back
         kept = super()._inv_call(tensordict)
-        return kept if kept.batch_size.numel() or not tensordict.batch_size.numel() else None
+        return kept if kept.batch_size.numel() else None
 
 
 class StalenessWeight(Transform):
@@ -307,26 +305,21 @@ class VersionStamp(PolicyVersion):
     @property
     def version(self) -> int:
         """The newest version."""
-        if self._source is None:
-            return int(super().version)
-        return max(int(self._source()), self._announced)
+        newest = 0 if self._source is None else int(self._source())
+        return max(newest, self._announced)
 
     @version.setter
     def version(self, value: str | int) -> None:
         """Sets the counter, or announces a version; what follows never goes back."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UnsupportedArgumentError(f"version must be an int of at least 0, got {value!r}")
-        if self._source is None:
-            self._current_version = value
-        else:
-            self._announced = max(value, self._announced)
+        self._announced = value if self._source is None else max(value, self._announced)
+        self._current_version = self.version
 
     def _increment_version_int(self, init: bool = False) -> None:
         """Counts on, or takes what the source says now, for ``version_history``."""
-        if self._source is None:
-            super()._increment_version_int(init)
-        else:
-            self._current_version = self.version
+        self._announced += self._source is None and not init
+        self._current_version = self.version
 
     def _step(
         self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from tensordict import set_list_to_stack
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.objectives.llm.grpo import GRPOLoss
 from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from torchrl_vllm_sync.rl import tasks
 from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
 from torchrl_vllm_sync.rl.groups import GroupAdvantage
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
-from torchrl_vllm_sync.rl.rollouts import RolloutCollector
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 from torchrl_vllm_sync.rl.statistics import RunLog
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
@@ -37,10 +37,7 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tensordict import TensorDict, TensorDictBase
-
     from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.rl.rollouts import TextReward
 
 # Decoding in CUDA graphs, without the minute that compiling takes at each start.
 _CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -127,7 +124,12 @@ class Learner:
         dtype = getattr(torch, settings.torch_dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **how)
         if settings.lora.enabled:
-            model = _with_adapters(model, settings.lora)
+            from peft import LoraConfig, get_peft_model
+
+            adapters: Any = {"r": settings.lora.r, "lora_alpha": settings.lora.alpha}
+            adapters |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+            # In float32, whatever the model is in.
+            model = get_peft_model(model, LoraConfig(**adapters))
         # Dropout would make it another model than the engines'; checkpointing needs train mode.
         self.model = model.train(settings.gradient_checkpointing).to(self.device)
         self.policy = TrainerPolicy(
@@ -169,15 +171,6 @@ class Learner:
         return {"ESS": min(ess), "grad_norm": float(norm), **found}
 
 
-def _with_adapters(model: Any, settings: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    adapters = LoraConfig(
-        r=settings.r, lora_alpha=settings.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, adapters)  # in float32, whatever the model is in
-
-
 @dataclass(frozen=True, kw_only=True)
 class GRPOStep:
     """One batch that was trained on."""
@@ -201,9 +194,8 @@ class GRPOStep:
 class GRPORun:
     """GRPO on a running service: iterating trains, and yields a step for each batch.
 
-    A step has its ``number``, its ``rows`` with their advantages, the ``version`` of the weights
-    that were trained, ``figures`` of the optimizer steps, the report of the ``push``, and how long
-    it waited for the rows and trained, ``wait_s`` and ``train_s``.
+    Of a step: its ``number``, ``rows`` with their advantages, the ``version`` that was trained,
+    ``figures`` of the optimizer steps, the report of the ``push``, ``wait_s`` and ``train_s``.
 
     Example:
         >>> from torchrl_vllm_sync.rl.grpo import engine_args
@@ -269,7 +261,8 @@ class GRPORun:
             figures = self._learn(rows)
             trained, push = time.perf_counter(), None
             unpushed += len(figures)
-            if unpushed >= (train.weight_update_frequency or 1) or _is_last(number, self.config):
+            is_last = number + 1 == self.config.num_batches
+            if unpushed >= (train.weight_update_frequency or 1) or is_last:
                 push, unpushed = self.updater.push_weights(), 0  # with requests running
             yield GRPOStep(
                 number=number,
@@ -304,10 +297,6 @@ class GRPORun:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is_last(number: int, config: GRPOConfig) -> bool:
-    return number + 1 == config.num_batches
 
 
 @contextlib.contextmanager
@@ -400,7 +389,7 @@ def _save(run: GRPORun, number: int, tokenizer: Any) -> None:
     """Saves the trainer's weights where it is time."""
     logging, every = run.config.logging, run.config.logging.checkpoint_frequency
     is_due = every is not None and (number + 1) % every == 0
-    if logging.checkpoint_dir is not None and (is_due or _is_last(number, run.config)):
+    if logging.checkpoint_dir is not None and (is_due or number + 1 == run.config.num_batches):
         target = Path(logging.checkpoint_dir) / f"step-{number + 1}"
         for one in (run.learner.model, tokenizer):
             one.save_pretrained(target)

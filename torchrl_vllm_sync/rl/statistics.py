@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import html
 import logging
 import math
@@ -12,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -25,6 +26,7 @@ from torchrl.record.loggers.common import Logger
 
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
+from torchrl_vllm_sync.observe.page import Dashboard, numbers
 from torchrl_vllm_sync.rl import keys
 from torchrl_vllm_sync.rl.corrections import (
     COUNTING,
@@ -36,9 +38,6 @@ from torchrl_vllm_sync.rl.corrections import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
@@ -134,10 +133,11 @@ class GenerationStatistics(Transform):
             if _entry(tensordict, key) is None:
                 raise UnstampedRowsError(type(self).__name__, key, shape.numel(), shape.numel())
         rows = tensordict.reshape(-1)
-        sampled = _count(rows, keys.RESPONSE_VERSIONS, lambda row: row != keys.NO_VERSION)
+        versions = _padded(rows, keys.RESPONSE_VERSIONS, keys.NO_VERSION)
+        sampled = (versions != keys.NO_VERSION).flatten(1).sum(-1)
         prompt = torch.full_like(sampled, -1)
         if _entry(rows, _ATTENTION_MASK) is not None:
-            prompt = _count(rows, _ATTENTION_MASK, torch.Tensor.bool) - sampled
+            prompt = _padded(rows, _ATTENTION_MASK, False).bool().flatten(1).sum(-1) - sampled
         cached, decode_time = rows.get(keys.NUM_CACHED_TOKENS), rows.get(keys.DECODE_TIME)
         is_cached = (cached != keys.UNKNOWN_COUNT) & (prompt > 0)
         is_timed = (sampled > 1) & (decode_time > 0)
@@ -218,12 +218,9 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
     return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
 
 
-def _count(rows: TensorDictBase, key: NestedKey, chosen: Callable[..., Any]) -> torch.Tensor:
-    """Returns how many items of each row's entry, ragged or padded, are ``chosen``."""
-    entry = _entry(rows, key)
-    if isinstance(entry, torch.Tensor):
-        return chosen(entry).flatten(1).sum(-1)
-    return torch.stack([chosen(row).sum() for row in entry])
+def _padded(rows: Any, key: NestedKey, value: int) -> torch.Tensor:
+    """Returns an entry, ragged rows of which are padded with ``value``."""
+    return rows.get(key, as_padded_tensor=True, padding_value=value)
 
 
 def _texts(entry: Any, key: NestedKey = keys.FINISH_REASON) -> list[str]:
@@ -236,9 +233,7 @@ def _texts(entry: Any, key: NestedKey = keys.FINISH_REASON) -> list[str]:
 
 
 class DashboardLogger(Logger):
-    """A TorchRL logger that shows what a run logs on a service's dashboard.
-
-    Numbers become plots, several values at once a histogram.
+    """A TorchRL logger for a service's dashboard: numbers become plots, several a histogram.
 
     Example:
         >>> logger = DashboardLogger(service.dashboard(), WandbLogger("grpo"))
@@ -267,7 +262,7 @@ class DashboardLogger(Logger):
             name, value: What it is called, and the number, or a tensor of them.
             step: For the other logger.
         """
-        self.board.log(name, _numbers(name, value))
+        self._show(name, value)
         if self.also:
             self.also.log_scalar(name, value, step=step)
 
@@ -278,9 +273,13 @@ class DashboardLogger(Logger):
             name, data: What they are called, and the values.
             **kwargs: For the other logger.
         """
-        self.board.log(name, _numbers(name, data))
+        self._show(name, data)
         if self.also:
             self.also.log_histogram(name, data, **kwargs)
+
+    def _show(self, name: str, value: Any) -> None:
+        values = numbers(name, value)
+        self.board.log(name, values.item() if values.size == 1 else values.flatten().tolist())
 
     def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
         """Passes a video on to the other logger.
@@ -302,17 +301,6 @@ class DashboardLogger(Logger):
 
     def __repr__(self) -> str:
         return f"DashboardLogger({self.board!r}, {self.also!r})"
-
-
-def _numbers(name: str, value: Any) -> Any:
-    """A number for one value, and a list for several."""
-    try:
-        tensor = torch.as_tensor(value, dtype=torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError) as error:  # as torch says it of other values
-        raise UnsupportedArgumentError(
-            f"{name!r} must be a number or several, got {value!r}"
-        ) from error
-    return tensor.item() if tensor.numel() == 1 else tensor.flatten().tolist()
 
 
 def log_pushes(
@@ -415,14 +403,22 @@ def _show_by_row(logger: Logger, prefix: str, by_row: dict[str, torch.Tensor]) -
 def _figures(
     batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What is known of rows, and what is logged of that."""
+    """What is known of rows, by figure a value for each of which it is, and the figures."""
     if not isinstance(batch, TensorDictBase):
         why = "a collector with a replay buffer yields None: log rows of the buffer[:]"
         raise UnsupportedArgumentError(f"batch must be a TensorDict, got {batch!r}; {why}")
     found = {"rows": float(batch.batch_size.numel())}
     if not found["rows"]:
         return {}, found
-    by_row = _by_row(batch, version, reward)
+    parts: dict[str, Any] = {}
+    if _entry(batch, keys.RESPONSE_VERSIONS) is not None:
+        parts |= GenerationStatistics().measure(batch).items()
+    if version is not None:
+        source, versions = as_version_source(version), oldest_versions(batch, keys.POLICY_VERSION)
+        parts["staleness"] = staleness_of(versions[versions >= 0], source)
+    by_row = {name: values for name, one in parts.items() if len(values := _known(one))}
+    if (rewards := _entry(batch.reshape(-1), reward)) is not None:  # a tensor, or a ragged one's
+        by_row["reward"] = torch.cat([one.flatten() for one in rewards]).double()
     found |= {name: float(values.mean()) for name, values in by_row.items()}
     if "response_length" in by_row:
         found["tokens"] = float(by_row["response_length"].sum())
@@ -452,23 +448,6 @@ def _mismatch(rows: TensorDictBase) -> dict[str, float]:
     return means | {"ess": float(ess)}
 
 
-def _by_row(
-    batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
-) -> dict[str, torch.Tensor]:
-    """What is known of rows, by figure: a value for each row of which it is known."""
-    found: dict[str, Any] = {}
-    if _entry(batch, keys.RESPONSE_VERSIONS) is not None:
-        found |= GenerationStatistics().measure(batch).items()
-    if version is not None:
-        source, versions = as_version_source(version), oldest_versions(batch, keys.POLICY_VERSION)
-        found["staleness"] = staleness_of(versions[versions >= 0], source)
-    if (rewards := _entry(batch.reshape(-1), reward)) is not None:
-        parts = [rewards] if isinstance(rewards, torch.Tensor) else rewards  # or ragged
-        found["reward"] = torch.cat([one.flatten() for one in parts]).double()
-    known = {name: one if name == "reward" else _known(one) for name, one in found.items()}
-    return {name: values for name, values in known.items() if len(values)}
-
-
 class GPUUse:
     """Polls NVML for the share of time in which each GPU that CUDA may use runs anything.
 
@@ -481,8 +460,11 @@ class GPUUse:
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
+        from vllm.third_party import pynvml
+
         self._ended.clear()
-        self._thread = threading.Thread(target=self._poll, name="gpu-use", daemon=True)
+        poll = functools.partial(self._poll, pynvml)
+        self._thread = threading.Thread(target=poll, name="gpu-use", daemon=True)
         self._thread.start()
         return self
 
@@ -490,9 +472,7 @@ class GPUUse:
         self._ended.set()
         self._thread.join(10.0)
 
-    def _poll(self) -> None:
-        from vllm.third_party import pynvml as nvml
-
+    def _poll(self, nvml: Any) -> None:
         level = logging.DEBUG  # of what is said where there is no GPU of NVIDIA's
         with contextlib.ExitStack() as stack:
             try:
@@ -617,12 +597,11 @@ class RunLog:
             found |= _flat(name, value)
         now = time.perf_counter()
         if self._since is not None:
-            seconds, busy = now - self._since, self._gpus.between(self._since, now) or []
-            found["step/seconds"] = seconds
+            found["step/seconds"] = seconds = now - self._since
             if "tokens" in of_rows:
                 found["step/tokens_per_s"] = of_rows["tokens"] / seconds
-            found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
-            if busy:
+            if busy := self._gpus.between(self._since, now):
+                found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
                 found["step/gpu_busy"] = statistics.fmean(busy)
             self._since = now
         self.logger.log_metrics(found, step=step)
@@ -639,10 +618,8 @@ def _flat(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         parts = [_flat(f"{name}/{key}", one) for key, one in value.items()]
         return {key: one for part in parts for key, one in part.items()}
-    if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
-        return {}
-    numbers = _numbers(name, value)
-    return {name: statistics.fmean(numbers) if isinstance(numbers, list) else numbers}
+    values = numbers(name, [] if value is None else value)
+    return {name: float(values.mean())} if values.size else {}
 
 
 _COLUMNS = ("step", "version", "reward", "prompt", "answer")

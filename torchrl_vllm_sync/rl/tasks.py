@@ -100,28 +100,22 @@ def missing(dataset: str) -> str | None:
     return None
 
 
-def additions(seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields prompts for ever. The reward does not care what they ask."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
-        yield {"query": [f"What is {a} + {b}?"]}
+def problems(dataset: str, seed: int | None) -> Iterator[dict[str, list[str]]]:
+    """Yields prompts for ever, in an order that the seed fixes; without one, those held out."""
+    if dataset == "low-ids":  # the reward does not care what they ask
+        generator = torch.Generator().manual_seed(HELD_OUT_SEED if seed is None else seed)
+        while True:
+            a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
+            yield {"query": [f"What is {a} + {b}?"]}
+    if dataset == "gsm8k":
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 
-
-def school_problems(split: str, seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields questions of GSM8K with their answers, for ever, shuffled anew."""
-    from datasets import load_dataset  # pyright: ignore[reportMissingImports]
-
-    problems = load_dataset("openai/gsm8k", "main")[split]
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for index in torch.randperm(len(problems), generator=generator).tolist():
-            one = problems[index]
-            yield {"query": [one["question"]], "answer": [one["answer"]]}
-
-
-def made_up_problems(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields problems of reasoning-gym for ever, with their seeds and numbers."""
+        rows = load_dataset("openai/gsm8k", "main")["test" if seed is None else "train"]
+        generator = torch.Generator().manual_seed(seed or 0)
+        while True:
+            for index in torch.randperm(len(rows), generator=generator).tolist():
+                yield {"query": [rows[index]["question"]], "answer": [rows[index]["answer"]]}
+    seed = HELD_OUT_SEED if seed is None else seed
     made = made_up(dataset, seed)
     for index in itertools.cycle(range(NUM_PROBLEMS)):
         yield {"query": [made[index]["question"]], "problem": [f"{seed} {index}"]}
@@ -129,23 +123,15 @@ def made_up_problems(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
 
 def prompts(dataset: str, seed: int, num_held_out: int = 0) -> Iterator[dict[str, list[str]]]:
     """Yields a dataset's prompts for ever, in an order that the seed fixes; none is held out."""
-    if dataset == "low-ids":
-        return additions(seed)
-    if dataset == "gsm8k":
-        return school_problems("train", seed)
+    if dataset in ("low-ids", "gsm8k"):
+        return problems(dataset, seed)
     kept = {one["query"][0] for one in held_out(dataset, num_held_out)}
-    return (one for one in made_up_problems(dataset, seed) if one["query"][0] not in kept)
+    return (one for one in problems(dataset, seed) if one["query"][0] not in kept)
 
 
 def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     """The same problems in each run, which training never sees, but for ``low-ids``'s hundred."""
-    if dataset == "low-ids":
-        made = additions(HELD_OUT_SEED)
-    elif dataset == "gsm8k":
-        made = school_problems("test", 0)
-    else:
-        made = made_up_problems(dataset, HELD_OUT_SEED)
-    return [*itertools.islice(made, number)]
+    return [*itertools.islice(problems(dataset, None), number)]
 
 
 def first_twice(items: Iterable[Mapping[str, Any]], number: int) -> Iterator[Any]:
