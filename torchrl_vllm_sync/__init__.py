@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors as errors
-    from torchrl_vllm_sync.observe.metrics import MetricsExporter as MetricsExporter
     from torchrl_vllm_sync.observe.page import Dashboard as Dashboard
+    from torchrl_vllm_sync.observe.status import MetricsExporter as MetricsExporter
     from torchrl_vllm_sync.observe.status import ReplicaStatus as ReplicaStatus
     from torchrl_vllm_sync.observe.status import ServiceStatus as ServiceStatus
     from torchrl_vllm_sync.observe.views import save_timeline as save_timeline

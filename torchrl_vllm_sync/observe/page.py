@@ -10,7 +10,7 @@ import logging
 import socket
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from functools import cache, reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -68,8 +68,7 @@ class Dashboard:
             what is in ``history``, which is only read.
         host: Name or address to listen on; afterwards the address.
         port: Port to listen on; 0 takes a free one.
-        history: File that keeps what the plots show, one line of JSON a second, and goes on with
-            what it holds.
+        history: File that keeps what the plots show, a line of JSON a second, and is gone on with.
 
     Raises:
         UnsupportedArgumentError: There is no such host or port, or it is taken; or ``history`` is
@@ -96,7 +95,7 @@ class Dashboard:
         if look is None:
             self._recorded, samples = read_history(history or "")
             self._history.samples.extend(samples)
-        self._logged, self._logging = _nothing_logged(), threading.Lock()
+        self._logged, self._logging = defaultdict[str, dict[str, Any]](dict), threading.Lock()
         self._before: ServiceStatus | None = None
         self._stop = threading.Event()
         try:
@@ -186,7 +185,7 @@ class Dashboard:
         try:
             status = look()
             with self._logging:
-                logged, self._logged = self._logged, _nothing_logged()
+                logged, self._logged = self._logged, defaultdict(dict)
             self._history.add(_sample_of(status, self._before, logged), status.as_dict())
             self._before = status
         except ServiceGoneError:
@@ -207,11 +206,6 @@ def numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     except (TypeError, ValueError) as error:
         told = f"{name!r} must be a number or several, got {value!r}"
         raise UnsupportedArgumentError(told) from error
-
-
-def _nothing_logged() -> dict[str, dict[str, Any]]:
-    """What a run has logged since the last sample, of each name the last: nothing yet."""
-    return {"numbers": {}, "histograms": {}}
 
 
 def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
@@ -252,7 +246,7 @@ def _sample_of(
         for one in status.replicas
     }
     sample = {"time": status.time, "replicas": replicas, "pushes": pushes}
-    return finite(sample | (logged or _nothing_logged()))
+    return finite(sample | {"numbers": {}, "histograms": {}} | (logged or {}))
 
 
 def _quantiles(name: str, known: Latency | None) -> dict[str, float | None]:
@@ -423,10 +417,7 @@ class History:
 
 
 def read_history(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the last status of a file, and samples of its whole time.
-
-    Of several that follow each other one is left, with the pushes and what was logged of all.
-    """
+    """Returns the last status of a file, and samples of its whole time, of several merged ones."""
     status: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
     group: list[dict[str, Any]] = []  # those that become the next one

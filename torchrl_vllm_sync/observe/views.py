@@ -197,14 +197,11 @@ def _replicas(status: ServiceStatus, width: int) -> Table:
 
 
 def _last_push(push: PushReport) -> list[RenderableType]:
-    """One line for the push, and a bar for each of its phases, as long as its part of the whole.
-
-    Instead of how long the trainer waited for replicas, it shows what the slowest of them did.
-    """
+    """One line for the push, and a bar for each of its phases, as long as its part of the whole."""
     line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
     table = Table.grid("", Column(justify="right"), "", padding=(0, 1, 0, 0))
     phases = seconds_of(push.phases)
-    if (slowest := push.slowest) is not None:
+    if (slowest := push.slowest) is not None:  # for which the trainer waited
         phases.pop("acknowledge", None)
         of_replica = seconds_of(slowest.steps).items()
         phases |= {f"replica {slowest.replica_id}: {name}": took for name, took in of_replica}

@@ -178,8 +178,7 @@ class GRPOConfig:
         (0.001, False, 2)
 
     Attributes:
-        env, model, train, train_model, inference_model, optimizer, ray, logging: Its sections, see
-            ``torchrl_vllm_sync.rl.config``.
+        env, model, train, train_model, inference_model, optimizer, ray, logging: Its sections.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of its sections, too
@@ -274,9 +273,8 @@ class _Loader(yaml.SafeLoader):
     """Takes ``1e-5`` for a number, which is text in YAML 1.1."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
-)
+_number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _number, [*"-+0123456789"])
 
 
 def _file(path: str | os.PathLike[str]) -> Mapping[Any, Any]:

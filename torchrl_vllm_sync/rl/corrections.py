@@ -71,9 +71,7 @@ def staleness_of(versions: Tensor, newest: Callable[[], int]) -> Tensor:
     return (now - versions).clamp(min=0)
 
 
-def _ages(
-    rows: TensorDictBase, key: NestedKey, newest: Callable[[], int], refuser: str | None
-) -> Tensor:
+def _ages(rows: TensorDictBase, key: NestedKey, newest: Callable[[], int], refuser: str) -> Tensor:
     """Returns how many versions old each row is; one without a stamp is 0 old, or refused."""
     versions = oldest_versions(rows, key)
     unstamped = versions == NO_VERSION
@@ -116,14 +114,12 @@ class StalenessFilter(PolicyAgeFilter):
 
     Args:
         max_staleness: Versions; 0 keeps rows of the newest version only.
-        version: What tells the newest version: a service, a ``WeightUpdater``, a ``PolicyVersion``,
-            a function, or a number.
+        version: Tells the newest: a service, ``WeightUpdater``, ``PolicyVersion``, function or int.
         version_key: Integer entry with the stamp, of the batch's shape or more; negative is none.
         allow_unstamped: Let rows without a stamp pass.
 
     Raises:
-        UnsupportedArgumentError: ``max_staleness`` is no integer from 0 on, or ``version`` nothing
-            that a version can be read from.
+        UnsupportedArgumentError: ``max_staleness`` is no integer from 0 on, or ``version`` no such.
         UnstampedRowsError: When rows pass: some carry no stamp; none was dropped.
     """
 
@@ -165,7 +161,7 @@ class StalenessFilter(PolicyAgeFilter):
         if tensordict.batch_dims < 1 or not tensordict.batch_size.numel():
             return tensordict
         newest: Any = self.current_version
-        refuser = "StalenessFilter" if self.strict else None
+        refuser = "StalenessFilter" if self.strict else ""
         staleness = _ages(tensordict, self.policy_version_key, newest, refuser)
         staleness = staleness.reshape(len(tensordict), -1).amax(-1)  # of the steps of a row
         stale = staleness > self.max_staleness
@@ -187,9 +183,8 @@ class StalenessWeight(Transform):
     """Writes how many versions old each row is, and a weight that falls with it.
 
     For a batch, or what a replay buffer samples, in a shallow copy. ``"staleness"``, int64, is the
-    newest version minus the oldest that sampled a token of the row, at least 0.
-    ``"staleness_weight"``, float32, is ``0.5 ** (staleness / half_life)``, and 0 for rows more than
-    ``max_staleness`` versions old.
+    newest version minus the oldest that sampled a token of the row, at least 0. The float32
+    ``"staleness_weight"`` is ``0.5 ** (staleness / half_life)``, beyond ``max_staleness`` 0.
 
     Example:
         >>> weigh = StalenessWeight(updater, half_life=2, multiply="advantage")
@@ -372,10 +367,9 @@ class RolloutCorrection(Transform):
     of the loss and of its mean. ``"advantage"`` is multiplied by the weights, float32 of shape
     ``[B, T, 1]``. The engine's log-probabilities are in ``"engine_log_probs"``, ``[B, T]``.
 
-    Call it on a batch before the loop over minibatches: ``policy`` scores the rows by the weights
-    that it has then, which takes a forward pass; or, with ``shared_pass=True``, on each minibatch
-    just before the loss and under its autocast, which then takes that pass for its own. Advantages
-    must be there already.
+    Call it on a batch with advantages, before the loop over minibatches: ``policy`` scores the rows
+    by the weights that it has then, in a forward pass; or, with ``shared_pass=True``, on each
+    minibatch just before the loss and under its autocast, which takes that pass for its own.
 
     Example:
         >>> correct = RolloutCorrection(policy, weigh="token", cap=2.0, version=service)
@@ -392,8 +386,7 @@ class RolloutCorrection(Transform):
         bounds: Least and greatest ratio that is kept, each above 0; ``None`` is no bound.
         only_negative: Reject only where the advantage is below 0.
         shared_pass: Score rows with gradients, for the loss that comes next: where a batch is one
-            optimizer step, the weights are those of its beginning in all its minibatches. Wants a
-            policy.
+            optimizer step, all its minibatches have the weights of its beginning. Wants a policy.
         version: What tells the newest version, as for :class:`StalenessFilter`; then
             :meth:`summary` tells the engine's noise from staleness.
         log_probs_key: Entry with float32 ``[B, T]`` for ``policy=None``.
@@ -460,8 +453,7 @@ class RolloutCorrection(Transform):
         """Returns a shallow copy of a batch, corrected; see the class.
 
         Args:
-            tensordict: Dense rows of batch size ``[B]`` with advantages ``[B, 1, 1]`` or
-                ``[B, T, 1]``.
+            tensordict: Dense rows of size ``[B]``, advantages ``[B, 1, 1]`` or ``[B, T, 1]``.
 
         Raises:
             RowLayoutError: See the class; nothing was counted.
@@ -530,8 +522,7 @@ class RolloutCorrection(Transform):
         the mean of ``exp(d) - 1 - d``, which estimates ``KL(engine || trainer)``; ``"rejected"``, a
         share from 0 to 1; and ``"ess"``, the effective sample size of the weights by the tokens
         kept, 0 to 1. With a ``version`` all but the last also as ``"noise_..."`` of the tokens that
-        the newest version sampled, and as ``"stale_..."`` of older ones. ``None`` where there was
-        no token.
+        the newest version sampled, and as ``"stale_..."`` of older ones. ``None`` without tokens.
         """
         with COUNTING:
             found: dict[str, float | None] = {}

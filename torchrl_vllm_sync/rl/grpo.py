@@ -114,11 +114,9 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]
 class Learner:
     """The trainer's half of GRPO: a model, TorchRL's loss on it, and optimizer steps."""
 
-    def __init__(
-        self, config: GRPOConfig, checkpoint: str, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, config: GRPOConfig, checkpoint: str) -> None:
         settings, train = config.train_model, config.train
-        self.device = device or trainer_device()
+        self.device = trainer_device()
         on_gpu = self.device.type == "cuda"
         how = {"attn_implementation": settings.attn_implementation} if on_gpu else {}
         dtype = getattr(torch, settings.torch_dtype)
@@ -151,16 +149,12 @@ class Learner:
         )
         self._max_norm, self._autocast = chosen.clip_grad_norm, on_gpu and train.mixed_precision
 
-    def compute(self, rows: TensorDictBase) -> Any:
-        """Returns the loss of rows with their advantages, which are moved to the device."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
-            return self.loss(rows.to(self.device))
-
     def step(self, passes: Iterable[TensorDictBase], num_rows: int) -> dict[str, float]:
         """Makes one optimizer step of several passes; returns the least ESS, and means."""
         ess, found = [], dict.fromkeys(_FIGURES, 0.0)
         for rows in passes:
-            share, loss = len(rows) / num_rows, self.compute(rows)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
+                share, loss = len(rows) / num_rows, self.loss(rows.to(self.device))
             (loss.mean(reduce=True) * share).backward()
             ess.append(float(loss.ESS))
             for name in found:
@@ -305,13 +299,12 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    engine = config.inference_model
-    num_gpus = engine.num_devices * engine.tensor_parallel_size if torch.cuda.is_available() else 0
+    engine, on_gpus = config.inference_model, torch.cuda.is_available()
     given: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     given |= {one: of for one, of in config.ray.init_config.items() if not one.startswith("_")}
     given.setdefault("address", os.environ.get("RAY_ADDRESS", "local"))
     if given["address"] == "local":
-        given["num_gpus"] = num_gpus
+        given["num_gpus"] = engine.num_devices * engine.tensor_parallel_size * on_gpus
     ray.init(**given)
     try:
         yield
@@ -321,11 +314,10 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
 
 def _check_machine(config: GRPOConfig) -> None:
     """Refuses what wants GPUs or a package that this machine has not."""
-    if config.train_model.lora.enabled and importlib.util.find_spec("peft") is None:
-        raise ConfigError({"train_model.lora.enabled": "needs a package: pip install peft"})
-    backend = config.logging.backend
-    if backend != "csv" and importlib.util.find_spec(backend) is None:
-        raise ConfigError({"logging.backend": f"needs a package: pip install {backend}"})
+    adapters, backend = config.train_model.lora.enabled and "peft", config.logging.backend
+    for key, package in {"train_model.lora.enabled": adapters, "logging.backend": backend}.items():
+        if package and package != "csv" and importlib.util.find_spec(package) is None:
+            raise ConfigError({key: f"needs a package: pip install {package}"})
     engine, there = config.inference_model, torch.cuda.device_count()
     needed = engine.num_devices * engine.tensor_parallel_size + 1
     if there and needed > there and not ray.is_initialized():
@@ -344,8 +336,7 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         ``training/...``, and the ``version`` that was trained.
 
     Raises:
-        ConfigError: Settings are no such, do not go together or want what this machine has not,
-            before anything is started.
+        ConfigError: At once, of settings that are none, do not go together or do not fit here.
         SyncError: Engines do not start, see ``AsyncVLLM``, or a run failed, see :class:`GRPORun`.
     """
     config = copy.deepcopy(config)
@@ -366,9 +357,8 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         except OSError as error:
             raise ConfigError({"model.name": f"cannot be loaded: {error}"}) from error
         running.enter_context(_ray_of(config))
-        service = running.enter_context(
-            AsyncVLLM.from_pretrained(config.model.name, **engine_args(config))
-        )
+        engines = engine_args(config)
+        service = running.enter_context(AsyncVLLM.from_pretrained(config.model.name, **engines))
         backend: Any = logging.backend
         logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
         log = running.enter_context(RunLog(logger, service))

@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.rollouts import RolloutCollector
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torchrl_vllm_sync.rl.pacing import Pacer
+    from torchrl_vllm_sync.rl.rollouts import RolloutCollector
     from torchrl_vllm_sync.rl.updater import WeightUpdater
 
 FORMAT, ABOUT, MODEL = 1, "run.json", "model"
@@ -63,11 +63,9 @@ class RunState:
 
     Args:
         model: What is trained, also sharded by FSDP2: then every rank saves and loads.
-        optimizer: Its optimizer.
+        optimizer, buffer: Its optimizer, and a replay buffer.
         collector: A collector that has the trainer's process to itself, with its pacer.
-        buffer: A replay buffer.
-        pacer: That of several collectors; by default the collector's. Nothing is handed on while a
-            run is saved.
+        pacer: That of several collectors, which hand nothing on while a run is saved.
         updater: What pushes the model, and the first thing that it pushes after a load.
         **extra: Whatever else has ``state_dict`` and ``load_state_dict``, such as a scheduler.
 
@@ -89,6 +87,8 @@ class RunState:
     ) -> None:
         own = None
         if collector is not None:
+            from torchrl_vllm_sync.rl.rollouts import RolloutCollector
+
             if not isinstance(collector, RolloutCollector):
                 told = f"collector must be a RolloutCollector, got {type(collector).__name__}"
                 raise UnsupportedArgumentError(told)
@@ -112,8 +112,7 @@ class RunState:
         """Saves the run between two steps; whatever is killed meanwhile, earlier saves stay whole.
 
         Args:
-            directory: Of the run's saves, made if need be; of a sharded model one that all ranks
-                see.
+            directory: Of the run's saves, made if need be; all ranks of a sharded model see it.
             step: Number of the save, greater than those before; by default one more.
 
         Returns:
@@ -162,8 +161,7 @@ class RunState:
         Args:
             directory: What :meth:`save` was given, or the folder of one save. Its files are
                 unpickled: load only what you trust.
-            audit: Whether that push is audited, see ``AsyncVLLM.push_weights``; not every engine
-                can be.
+            audit: Whether that push is audited, see ``AsyncVLLM.push_weights``.
 
         Returns:
             The step of the save.

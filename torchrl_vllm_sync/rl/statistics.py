@@ -89,8 +89,7 @@ class GenerationStatistics(Transform):
     ===================== ======== ==============================================================
 
     A float is NaN where it is unknown; so are all at an environment's reset, with integers -1. An
-    environment has them below ``"next"``, a replay buffer from ``extend`` on. A batch that has them
-    is not counted again.
+    environment has them below ``"next"``, a buffer from ``extend`` on. They are counted once.
 
     Example:
         >>> statistics = GenerationStatistics()
@@ -108,9 +107,7 @@ class GenerationStatistics(Transform):
     def summary(self) -> dict[str, float | None]:
         """Returns how many ``"rows"`` have passed, and means over those where each is known."""
         with COUNTING:
-            means = {
-                name: total / num if num else None for name, (total, num) in self._known.items()
-            }
+            means = {n: total / num if num else None for n, (total, num) in self._known.items()}
             return {"rows": self._rows, **means}
 
     def reset_summary(self) -> None:
@@ -152,10 +149,8 @@ class GenerationStatistics(Transform):
             "tokens_per_second": torch.where(is_timed, (sampled - 1) / decode_time, math.nan),
             "staleness_span": rows.get(keys.MAX_POLICY_VERSION) - rows.get(keys.POLICY_VERSION),
         }
-        return TensorDict(
-            {name: figures[name].to(dtype).view(shape) for name, dtype in _DTYPES.items()},
-            batch_size=shape,
-        )
+        figures = {name: figures[name].to(dtype).view(shape) for name, dtype in _DTYPES.items()}
+        return TensorDict(figures, batch_size=shape)
 
     def _measure_and_count(self, tensordict: TensorDictBase) -> TensorDict:
         figures = self.measure(tensordict)
@@ -259,8 +254,7 @@ class DashboardLogger(Logger):
         """Adds a number to its plot; several, as ``log_metrics`` passes on, make a histogram.
 
         Args:
-            name, value: What it is called, and the number, or a tensor of them.
-            step: For the other logger.
+            name, value, step: Its name, the number or a tensor of them, the other logger's step.
         """
         self._show(name, value)
         if self.also:
@@ -270,8 +264,7 @@ class DashboardLogger(Logger):
         """Shows the histogram of values.
 
         Args:
-            name, data: What they are called, and the values.
-            **kwargs: For the other logger.
+            name, data, **kwargs: Their name, the values, and what the other logger takes.
         """
         self._show(name, data)
         if self.also:
@@ -338,13 +331,9 @@ def log_pushes(
                 found[f"replica/{name}"] = max(phases[name] for phases in loaded)
             elif name in ("num_kept", "num_restarted"):
                 found[f"replica/{name}"] = sum(phases[name] for phases in loaded)
-        logger.log_metrics(_prefixed(prefix, found), step=report.version)
+        logger.log_metrics(_flat(prefix, found), step=report.version)
 
     return service.register_version_hook(log)
-
-
-def _prefixed(prefix: str, found: dict[str, float]) -> dict[str, float]:
-    return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def log_rollouts(
@@ -362,9 +351,8 @@ def log_rollouts(
     greatest age in versions of the rows' oldest tokens (``staleness``, ``staleness_max``), and
     means of what ``GenerationStatistics`` finds, by its names; nothing that is not known. Of rows
     with ``("trainer_log_probs", "full")`` beside ``("log_probs", "full")`` also how far trainer and
-    engine are apart, as ``abs_log_ratio``, ``abs_log_ratio_max`` and ``kl``, which are those of
-    ``RolloutCorrection.summary``, and the effective sample size ``ess`` of the trainer's over the
-    engine's probabilities, 0 to 1.
+    engine are apart: ``abs_log_ratio``, ``abs_log_ratio_max`` and ``kl`` as of
+    ``RolloutCorrection.summary``, and the effective sample size ``ess`` of the ratios, 0 to 1.
     A ``DashboardLogger`` also shows how lengths, ages and rewards are distributed over the rows.
 
     Example:
@@ -388,7 +376,7 @@ def log_rollouts(
             ``("masks", "all_assistant_mask")``.
     """
     by_row, found = _figures(batch, version, reward)
-    logger.log_metrics(_prefixed(prefix, found), step=step)
+    logger.log_metrics(_flat(prefix, found), step=step)
     _show_by_row(logger, prefix, by_row)
     return found
 
@@ -444,15 +432,14 @@ def _mismatch(rows: TensorDictBase) -> dict[str, float]:
     if not num:
         return {}
     ess = (2 * far.logsumexp(0) - (2 * far).logsumexp(0)).exp() / num
-    means = {"abs_log_ratio": total / num, "abs_log_ratio_max": most, "kl": kl / num}
-    return means | {"ess": float(ess)}
+    found = {"abs_log_ratio": total / num, "abs_log_ratio_max": most, "kl": kl / num}
+    return found | {"ess": float(ess)}
 
 
 class GPUUse:
     """Polls NVML for the share of time in which each GPU that CUDA may use runs anything.
 
-    NVML itself averages over the last 1/6 s to 1 s, so that only longer times say something. Where
-    NVML or what it is asked is not there, nothing is known.
+    NVML averages over the last 1/6 s to 1 s: only longer times say something.
     """
 
     def __init__(self) -> None:
@@ -586,13 +573,12 @@ class RunLog:
 
         Raises:
             UnsupportedArgumentError: A figure is no number, or an argument no such thing.
-            UnstampedRowsError: As for ``log_rollouts``.
-            RowLayoutError: See there.
+            UnstampedRowsError, RowLayoutError: As for ``log_rollouts``.
         """
         check_integer("step", step, 0)
         by_row, of_rows = _figures(rows, self.service if version is None else version, self.reward)
         table = _table(rows, step, self.reward, self.samples)
-        found = _prefixed("rollout", of_rows)
+        found = _flat("rollout", of_rows)
         for name, value in figures.items():
             found |= _flat(name, value)
         now = time.perf_counter()

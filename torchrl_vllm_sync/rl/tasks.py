@@ -135,11 +135,8 @@ def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
 
 
 def first_twice(items: Iterable[Mapping[str, Any]], number: int) -> Iterator[Any]:
-    """Yields the first ``number`` of ``items`` a second time, and goes on with the others.
-
-    TorchRL's collector (0.14) resets its environment once while it is built and throws away what it
-    got: without this the prompts of the first batch would be lost.
-    """
+    """Yields the first ``number`` of ``items`` a second time, and goes on with the others."""
+    # TorchRL's collector (0.14) resets its environment while it is built, and drops what it got.
     rest = iter(items)
     first = list(itertools.islice(rest, number))
     return itertools.chain(first, first, rest)
@@ -263,8 +260,7 @@ class Evaluator:
             TimeoutError: It has not ended within that time.
             RequestLostError, NoReplicaAvailableError: The pinned replica died.
             RewardError: See :class:`TextReward`.
-            VersionSpanError: The replica has taken other weights by itself, from a folder that it
-                follows.
+            VersionSpanError: The replica has taken other weights from a folder that it follows.
         """
         check_wait("timeout_s", timeout_s)
         if (running := self._running) is None:

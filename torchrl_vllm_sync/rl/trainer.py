@@ -40,8 +40,9 @@ _NOTHING = -1e30
 _STEPS = Counter[str]()
 register_optimizer_step_post_hook(lambda *_: _STEPS.update(["of any optimizer"]))
 
-# Of N token ids [N]: their log-probabilities and the entropies of their positions, float32 [N].
-_Scorer: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+# Log-probabilities of tokens and entropies of their positions, float32 [N], and what finds them.
+_Found: TypeAlias = "tuple[Tensor, Tensor]"
+_Scorer: TypeAlias = "Callable[[Tensor], _Found]"
 
 
 class TrainerPolicy(LLMWrapperBase):
@@ -59,9 +60,8 @@ class TrainerPolicy(LLMWrapperBase):
     A row's first token follows nothing: its log-probability is 0.
 
     Rows may say which tokens could be sampled, in ``("sampling_mask", "response")`` of
-    :class:`vLLMWrapper`, whose columns end where those of the tokens do. There log-probabilities
-    and entropies are of these tokens alone, as the engine's are: for equal weights with top-k,
-    top-p or min-p the ratio is 1.
+    :class:`vLLMWrapper`, whose columns end where those of the tokens do. Log-probabilities and
+    entropies are of these alone: with top-k, top-p or min-p, equal weights have the ratio 1.
 
     A called policy writes ``(log_probs_key, "full")`` into the rows, float32 and 0 on padding.
 
@@ -69,8 +69,7 @@ class TrainerPolicy(LLMWrapperBase):
         model: A causal language model of transformers, also inside PEFT or sharded by FSDP2, where
             every rank must make as many passes: as many rows, ``chunk_tokens`` of ``micro_batch``
             times their longest. Its mode, ``eval`` as ``GRPOLoss`` advises, is left alone.
-        chunk_tokens: Positions whose logits exist at a time; for a vocabulary of 150,000 a chunk of
-            1,024 takes about 2 GiB.
+        chunk_tokens: Positions whose logits exist at a time, 1,024 of 150,000 words in 2 GiB.
         micro_batch: Rows a forward pass, all by default. Activations of one pass exist at a time:
             backward computes those before the last again.
         gradient_checkpointing: Turns on the model's own; transformers does it in train mode only.
@@ -138,12 +137,11 @@ class TrainerPolicy(LLMWrapperBase):
 
     @cached_property
     def path(self) -> Literal["head", "logits"]:
-        """The way in which logits are computed, ``"head"`` or ``"logits"``.
+        """By the model without its ``"head"``, which then takes chunks of positions, or not.
 
-        By the model without its head once, then the head on chunks of positions. Or, where the
-        model does more to logits than its head (a soft cap, a scale) or must be called as a whole
-        (FSDP2), of as many rows at a time as have ``chunk_tokens`` columns. Found by a call on two
-        tokens, whose states are replaced by large ones, when the path is first needed.
+        Where the model does more to ``"logits"`` than its head (a soft cap, a scale) or must be
+        called as a whole (FSDP2), it computes as many rows at a time as have ``chunk_tokens``
+        columns. Found by a call on two tokens, whose states are replaced by large ones.
         """
         core: Any = base_model(self.model)
         if not isinstance(core, PreTrainedModel) or is_sharded(core):
@@ -290,7 +288,7 @@ class TrainerPolicy(LLMWrapperBase):
         return self._distribution(tensordict, mask.bool() & answers)
 
     _get_generic_dist = get_dist
-    _get_rlhf_dist = partialmethod(get_dist, mask_key=_ASSISTANT)
+    _get_rlhf_dist = partialmethod(get_dist, mask_key=_ASSISTANT)  # pyright: ignore[reportAssignmentType]
 
     def _distribution(self, tensordict: TensorDictBase, mask: Tensor) -> TokenDistribution:
         if self.gradient_checkpointing and torch.is_grad_enabled() and not self.model.training:
@@ -333,28 +331,22 @@ class TrainerPolicy(LLMWrapperBase):
         step = self.micro_batch or len(rows.ids)
         return torch.cat(_each(one, [given for given, _ in rows.parts(step, packed=self.packed)]))
 
-    def _scores_by_head(
-        self, states: Tensor, masks: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _scores_by_head(self, states: Tensor, masks: list[Tensor], targets: Tensor) -> _Found:
         inner: Any = base_model(self.model)
         head = inner.get_output_embeddings()
 
-        def one(states: Tensor, *of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        def one(states: Tensor, *of_tokens: Tensor) -> _Found:
             return _scored(head(states), self.temperature, *of_tokens)
 
-        given = [states, targets] if masks is None else [states, targets, masks]
+        given = [states, targets, *masks]
         chunks = zip(*(one.split(self.chunk_tokens) for one in given), strict=True)
         return _joined(_each(one, list(chunks)))
 
-    def _scores_by_model(
-        self, rows: _Rows, masks: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _scores_by_model(self, rows: _Rows, masks: list[Tensor], targets: Tensor) -> _Found:
         step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
         keeps = self._takes("logits_to_keep")
 
-        def one(
-            of_tokens: tuple[Tensor, ...], ids: Tensor, predicts: Tensor, *places: Tensor
-        ) -> tuple[Tensor, Tensor]:
+        def one(of_tokens: list[Tensor], ids: Tensor, predicts: Tensor, *places: Tensor) -> _Found:
             columns = predicts.any(0).nonzero()[:, 0]
             chosen: Any = {"logits_to_keep": columns} if keeps else {}
             logits = self.model(**_input(ids, *places), **chosen).logits
@@ -363,8 +355,7 @@ class TrainerPolicy(LLMWrapperBase):
 
         parts = [*rows.parts(step, packed=self.packed)]
         counts = [num for _, num in parts]
-        of_tokens = [targets] if masks is None else [targets, masks]
-        splits = zip(*(one.split(counts) for one in of_tokens), strict=True)
+        splits = zip(*(one.split(counts) for one in (targets, *masks)), strict=True)
         runs = [(own, *given) for (given, _), own in zip(parts, splits, strict=True)]
         return _joined(_each(one, runs))
 
@@ -416,9 +407,8 @@ class _Rows:
     @classmethod
     def of(cls, tokens: Tensor, attention: Tensor, mask: Tensor, model: Any) -> _Rows:
         if not tokens.numel():
-            raise InvalidPromptError(
-                f"there are no tokens: {_TOKENS!r} has shape {[*tokens.shape]}"
-            )
+            told = f"{_TOKENS!r} has shape {[*tokens.shape]}"
+            raise InvalidPromptError(f"there are no tokens: {told}")
         attended, order = attention.byte().sort(stable=True, dim=1, descending=True)
         ids = tokens.long().gather(1, order) * attended
         predicts = (mask.gather(1, order) & attended.bool()).roll(-1, 1)
@@ -444,10 +434,7 @@ class _Rows:
         return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :])
 
     def parts(self, step: int, *, packed: bool) -> Iterator[tuple[tuple[Tensor, ...], int]]:
-        """Token ids and what they predict of some rows, without columns that none needs.
-
-        Packed ones are one row, without what any of them does not need, and have their positions.
-        """
+        """Ids and what they predict, without unneeded columns; packed, one row and positions."""
         for at in range(0, len(self.ids), step):
             some = slice(at, at + step)
             ends = [max(one, 1) for one in self.ends[some]]
@@ -467,7 +454,7 @@ def _input(ids: Tensor, *places: Tensor) -> dict[str, Any]:
 
 def _scored(
     logits: Tensor, temperature: float, targets: Tensor, masks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> _Found:
     """Log-probabilities of tokens [N] and entropies from logits [N, V], masked by ids [N, K]."""
     if masks is None:
         return _Scores.apply(logits, targets, temperature)
@@ -493,9 +480,7 @@ class _Scores(torch.autograd.Function):
     """Log-probabilities of tokens and entropies from logits [N, V], in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> _Found:
         scaled = logits if temperature == 1 else logits.float() / temperature
         log_p = scaled.log_softmax(-1, dtype=torch.float32)
         entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
@@ -530,7 +515,7 @@ def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any
     return [*(again(*part) for part in parts[:-1]), run(*parts[-1])]
 
 
-def _joined(scores: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(scores: list[_Found]) -> _Found:
     log_probs, entropies = zip(*scores, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)
 
@@ -547,17 +532,15 @@ def _padded(tensordict: Any, key: NestedKey) -> Tensor:
     return value
 
 
-def _sampling_masks(
-    tensordict: Any, positions: tuple[Tensor, ...], num_columns: int
-) -> Tensor | None:
+def _sampling_masks(tensordict: Any, positions: tuple[Tensor, ...], width: int) -> list[Tensor]:
     """The tokens [N, K] that could be sampled at some positions, if rows tell of any."""
     layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": NO_TOKEN}
     masks = tensordict.get(SAMPLING_MASK, None, **layout)
     if masks is None:
-        return None
+        return []
     rows, columns = positions
-    columns = columns - (num_columns - masks.shape[1])
-    return masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, NO_TOKEN)
+    columns = columns - (width - masks.shape[1])
+    return [masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, NO_TOKEN)]
 
 
 def _lengths(tensordict: Any) -> list[int]:
