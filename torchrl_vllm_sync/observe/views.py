@@ -243,10 +243,9 @@ def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[P
 
 def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
     """Returns what :func:`save_timeline` writes; times are microseconds from the first push on."""
-    given = [reports] if isinstance(reports, PushReport) else list(reports)
-    if not given:
+    given = [reports] if isinstance(reports, PushReport) else reports
+    if not (pushes := sorted(given, key=lambda one: one.began_at)):
         raise UnsupportedArgumentError("reports must hold at least 1 push, got none")
-    pushes = sorted(given, key=lambda one: one.began_at)
     first = pushes[0].began_at
     trainers, replicas = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
     ends: list[float] = []  # of the last push on each of the trainer's tracks
@@ -269,10 +268,9 @@ def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
 
 def _trainer_spans(report: PushReport, begin: float) -> Iterator[dict[str, Any]]:
     """The push, and within it the phases whose start is known."""
-    names = ("version", "transport", "num_bytes", "left_behind")
-    about = {name: getattr(report, name) for name in names}
-    loose = {name: one for name, one in report.phases.items() if name not in report.phase_starts}
-    yield _span("push", begin, begin + report.seconds, **about, **loose)
+    about = {n: getattr(report, n) for n in ("version", "transport", "num_bytes", "left_behind")}
+    about |= {name: one for name, one in report.phases.items() if name not in report.phase_starts}
+    yield _span("push", begin, begin + report.seconds, **about)
     for phase, start in sorted(report.phase_starts.items(), key=lambda one: one[1]):
         end = start + report.phases[phase]
         yield _span(phase, begin + start, begin + end, version=report.version)

@@ -377,9 +377,9 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
 
 def _save(run: GRPORun, number: int, tokenizer: Any) -> None:
     """Saves the trainer's weights where it is time."""
-    logging, every = run.config.logging, run.config.logging.checkpoint_frequency
-    is_due = every is not None and (number + 1) % every == 0
-    if logging.checkpoint_dir is not None and (is_due or number + 1 == run.config.num_batches):
-        target = Path(logging.checkpoint_dir) / f"step-{number + 1}"
+    logging, done, last = run.config.logging, number + 1, run.config.num_batches
+    is_due = done == last or done % (logging.checkpoint_frequency or last) == 0
+    if logging.checkpoint_dir is not None and is_due:
+        target = Path(logging.checkpoint_dir) / f"step-{done}"
         for one in (run.learner.model, tokenizer):
             one.save_pretrained(target)

@@ -207,13 +207,12 @@ class RunState:
 
     def _state(self) -> dict[str, Any]:
         """All but what is sharded; the collector first, which waits for what it has begun."""
-        collector, pacer, updater = self.collector, self.pacer, self.updater
-        service = None if updater is None else updater.service
+        own = {"collector": self.collector, "pacer": self.pacer}
+        service = None if self.updater is None else self.updater.service
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {
             "parts": self._parts(),
-            "collector": None if collector is None else collector.state_dict(),
-            "pacer": None if pacer is None else pacer.state_dict(),
+            **{name: None if one is None else one.state_dict() for name, one in own.items()},
             "others": {name: one.state_dict() for name, one in self._others.items()},
             "groups": [{n: v for n, v in one.items() if n != "params"} for one in groups],
             "has_begun": self._has_begun,
