@@ -200,12 +200,14 @@ class ServiceGoneError(ServiceClosedError):
 
 def numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Returns a number, or several of any shape."""
+    refusal = UnsupportedArgumentError(f"{name!r} must be a number or several, got {value!r}")
+    if value is None or isinstance(value, str):  # which numpy would read
+        raise refusal
     try:
         # A tensor's own list, as numpy takes none with a gradient, or of bfloat16.
         return np.asarray(getattr(value, "tolist", lambda: value)(), dtype=float)
     except (TypeError, ValueError) as error:
-        told = f"{name!r} must be a number or several, got {value!r}"
-        raise UnsupportedArgumentError(told) from error
+        raise refusal from error
 
 
 def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
