@@ -62,7 +62,7 @@ from benchmarks.phases import Clock
 from benchmarks.record import Recorder
 from benchmarks.shapes import save_shape
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.observe.gpus import GPUUse
+from torchrl_vllm_sync.rl.statistics import GPUUse
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 COLLECT = ("wait", "encode", "generate", "rows", "environment", "reward", "advantage", "buffer")

@@ -53,7 +53,7 @@ from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from benchmarks.phases import Clock
 from benchmarks.record import Recorder
 from torchrl_vllm_sync import AsyncVLLM
-from torchrl_vllm_sync.observe.gpus import GPUUse
+from torchrl_vllm_sync.rl.statistics import GPUUse
 from torchrl_vllm_sync.rl.tasks import first_twice, held_out, missing, prompts, reward, scorer
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 from tutorials.common.settings import PRESETS

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors as errors
-    from torchrl_vllm_sync.observe.metrics import MetricsExporter as MetricsExporter
     from torchrl_vllm_sync.observe.page import Dashboard as Dashboard
+    from torchrl_vllm_sync.observe.status import MetricsExporter as MetricsExporter
     from torchrl_vllm_sync.observe.status import ReplicaStatus as ReplicaStatus
     from torchrl_vllm_sync.observe.status import ServiceStatus as ServiceStatus
-    from torchrl_vllm_sync.observe.timeline import save_timeline as save_timeline
+    from torchrl_vllm_sync.observe.views import save_timeline as save_timeline
     from torchrl_vllm_sync.replica import LoadReport as LoadReport
     from torchrl_vllm_sync.replica import PushReport as PushReport
     from torchrl_vllm_sync.replica import ReplicaState as ReplicaState
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
-    from torchrl_vllm_sync.rl.evaluation import Evaluation as Evaluation
-    from torchrl_vllm_sync.rl.evaluation import Evaluator as Evaluator
+    from torchrl_vllm_sync.rl.corrections import StalenessFilter as StalenessFilter
+    from torchrl_vllm_sync.rl.corrections import StalenessWeight as StalenessWeight
+    from torchrl_vllm_sync.rl.corrections import VersionStamp as VersionStamp
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
     from torchrl_vllm_sync.rl.grpo import GRPORun as GRPORun
@@ -40,14 +41,13 @@ if TYPE_CHECKING:
     )
     from torchrl_vllm_sync.rl.schemes import VLLMWeightSyncScheme as VLLMWeightSyncScheme
     from torchrl_vllm_sync.rl.schemes import WeightSyncScheme as WeightSyncScheme
-    from torchrl_vllm_sync.rl.staleness import StalenessFilter as StalenessFilter
-    from torchrl_vllm_sync.rl.staleness import StalenessWeight as StalenessWeight
-    from torchrl_vllm_sync.rl.staleness import VersionStamp as VersionStamp
     from torchrl_vllm_sync.rl.statistics import DashboardLogger as DashboardLogger
     from torchrl_vllm_sync.rl.statistics import GenerationStatistics as GenerationStatistics
     from torchrl_vllm_sync.rl.statistics import RunLog as RunLog
     from torchrl_vllm_sync.rl.statistics import log_pushes as log_pushes
     from torchrl_vllm_sync.rl.statistics import log_rollouts as log_rollouts
+    from torchrl_vllm_sync.rl.tasks import Evaluation as Evaluation
+    from torchrl_vllm_sync.rl.tasks import Evaluator as Evaluator
     from torchrl_vllm_sync.rl.trainer import TrainerPolicy as TrainerPolicy
     from torchrl_vllm_sync.rl.updater import WeightUpdater as WeightUpdater
     from torchrl_vllm_sync.routing.balancer import LoadBalancer as LoadBalancer

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.errors import ConfigError, ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
 
@@ -42,20 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = _parser().parse_args(arguments)
     try:
-        if "overrides" in options:
-            return _train(options)
-        if "file" in options:
-            _show_history(options, Console())
-            return 0
-        with _without_vllm():
-            _connect(options.address)
-            show = _list_services if options.name is None else _show_service
-            show(options, Console())
+        options.run(options, Console())
     except SyncError as error:
         Console(stderr=True).print(f"torchrl-vllm-sync: {error}", style="red", markup=False)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:  # how --watch ends
-        return 130 if "overrides" in options else 0
+        return 130 if options.run is _train else 0
     return 0
 
 
@@ -64,8 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     version = metadata.version("torchrl-vllm-sync")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    about = "show what a service is and does now, or list the services"
-    add = commands.add_parser("status", help=about, description=about, epilog=_EPILOG).add_argument
+
+    def command(name: str, run: Callable[..., None], about: str, epilog: str = _EPILOG) -> Any:
+        parser = commands.add_parser(name, help=about, description=about, epilog=epilog)
+        parser.set_defaults(run=run)
+        return parser.add_argument
+
+    add = command("status", _show, "show what a service is and does now, or list the services")
     add("name", nargs="?", metavar="NAME", help="the service; all if not given")
     watch = "look again and again, every second unless told otherwise"
     add("--watch", nargs="?", type=_seconds, const=WATCH_S, metavar="SECONDS", help=watch)
@@ -73,18 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     where = "Ray cluster; RAY_ADDRESS, or this machine's, by default"
     add("--address", metavar="ADDR", help=where)
     about = "show the history that a dashboard has kept in a file, in a browser"
-    board = commands.add_parser("dashboard", help=about, description=about, epilog=_EPILOG)
-    board.add_argument("file", metavar="FILE", help="what dashboard(history=FILE) has written")
-    board.add_argument("--port", type=int, default=0, help="port to listen on; a free one")
+    add = command("dashboard", _show_history, about)
+    add("file", metavar="FILE", help="what dashboard(history=FILE) has written")
+    add("--port", type=int, default=0, help="port to listen on; a free one")
     about = "train with GRPO: start engines, sample, learn and push"
-    add = commands.add_parser("grpo", help=about, description=about, epilog=_GRPO_EPILOG)
+    add = command("grpo", _train, about, _GRPO_EPILOG)
     where = "YAML with settings; several are put over each other, the last one on top"
-    add.add_argument("--config", metavar="FILE", action="append", default=[], help=where)
-    add.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="a setting, on top")
+    add("--config", metavar="FILE", action="append", default=[], help=where)
+    add("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="a setting, on top")
     return parser
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace, _: Console) -> None:
     """Trains, once the settings are known to be right."""
     from torchrl_vllm_sync.rl.config import GRPOConfig
 
@@ -93,7 +90,6 @@ def _train(options: argparse.Namespace) -> int:
 
     sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
     train_grpo(config)
-    return 0
 
 
 def _seconds(text: str) -> float:
@@ -103,16 +99,16 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
 
 
-@contextlib.contextmanager
-def _without_vllm() -> Iterator[None]:
-    """Keeps vLLM from being imported, which takes seconds and is of no use here."""
+def _show(options: argparse.Namespace, console: Console) -> None:
+    """Shows a service, or the services, without importing vLLM, which takes seconds."""
     # Ray (2.60) imports an actor's class along with its handle. Where that fails it makes do with
     # the names of the methods: function_manager.py, _create_fake_actor_class.
     modules: dict[str, Any] = sys.modules
     if was_absent := "vllm" not in modules:
         modules["vllm"] = None
     try:
-        yield
+        _connect(options.address)
+        (_list_services if options.name is None else _show_service)(options, console)
     finally:
         if was_absent:
             del modules["vllm"]

@@ -13,7 +13,7 @@ from benchmarks.grpo_systems import Case
 from benchmarks.learning_curves import SETUPS, OverService, OverTRL, curve, parsed
 from tests.unit.test_policy import CannedService
 from torchrl_vllm_sync import TextReward
-from torchrl_vllm_sync.observe.gpus import GPUUse
+from torchrl_vllm_sync.rl.statistics import GPUUse
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 CASE = Case("", 8, 9, minibatch=4, group=4)

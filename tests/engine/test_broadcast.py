@@ -23,7 +23,7 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.observe.timeline import trace_of
+from torchrl_vllm_sync.observe.views import trace_of
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_tokenizer
 
 

@@ -13,10 +13,8 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
-from torchrl_vllm_sync import ReplicaState  # noqa: E402
+from torchrl_vllm_sync import MetricsExporter, ReplicaState, ReplicaStatus, ServiceStatus  # noqa: E402
 from torchrl_vllm_sync.errors import ServiceClosedError, UnsupportedArgumentError  # noqa: E402
-from torchrl_vllm_sync.observe.metrics import MetricsExporter  # noqa: E402
-from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus  # noqa: E402
 from torchrl_vllm_sync.replica import EngineCounters, LoadReport, PushReport  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

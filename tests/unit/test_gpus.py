@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_vllm_sync.observe.gpus import GPUUse
+from torchrl_vllm_sync.rl.statistics import GPUUse
 
 
 class NVMLError(Exception):
@@ -79,7 +79,7 @@ def test_without_nvml_or_gpus_nothing_is_known(monkeypatch, nvml, caplog):
     with monkeypatch.context() as at, caplog.at_level(logging.WARNING):
         at.setattr(nvml, "nvmlDeviceGetUtilizationRates", fail)  # as of a MIG slice
         assert end_of(nvml, GPUUse()) is None
-        assert "not known any more: not there" in caplog.text
+        assert "GPU use is not known: not there" in caplog.text
     assert nvml.closed == [True, True]
     monkeypatch.setattr(nvml, "nvmlInit", fail)
     assert end_of(nvml, GPUUse()) is None

@@ -10,7 +10,7 @@ import torch
 from tests.fakes.weights import Replicas
 from torchrl_vllm_sync import LoadReport, MemmapTransport, ParamMeta, PushReport, save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.observe.timeline import trace_of
+from torchrl_vllm_sync.observe.views import trace_of
 from torchrl_vllm_sync.weights.push import WeightPusher
 from torchrl_vllm_sync.weights.snapshots.data_file import TensorWriter
 from torchrl_vllm_sync.weights.source import WeightSource

@@ -10,7 +10,7 @@ import logging
 import socket
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from functools import cache, reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -68,8 +68,7 @@ class Dashboard:
             what is in ``history``, which is only read.
         host: Name or address to listen on; afterwards the address.
         port: Port to listen on; 0 takes a free one.
-        history: File that keeps what the plots show, one line of JSON a second, and goes on with
-            what it holds.
+        history: File that keeps what the plots show, a line of JSON a second, and is gone on with.
 
     Raises:
         UnsupportedArgumentError: There is no such host or port, or it is taken; or ``history`` is
@@ -96,16 +95,15 @@ class Dashboard:
         if look is None:
             self._recorded, samples = read_history(history or "")
             self._history.samples.extend(samples)
-        self._logged, self._logging = _nothing_logged(), threading.Lock()
+        self._logged, self._logging = defaultdict[str, dict[str, Any]](dict), threading.Lock()
         self._before: ServiceStatus | None = None
         self._stop = threading.Event()
         try:
             self._server = _Server(self, host, port)
         except (OSError, UnicodeError) as error:
             self._history.close()
-            raise UnsupportedArgumentError(
-                f"host and port must be free to listen on, got {host!r} and {port}: {error}"
-            ) from error
+            told = f"host and port must be free to listen on, got {host!r} and {port}: {error}"
+            raise UnsupportedArgumentError(told) from error
         self.host, self.port = self._server.server_name, self._server.server_port
         self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
         self._thread.start()
@@ -148,13 +146,7 @@ class Dashboard:
         """
         if not isinstance(name, str):
             raise UnsupportedArgumentError(f"name must be text, got {name!r}")
-        try:
-            # A tensor's own list, as numpy takes none with a gradient, or of bfloat16.
-            values = np.asarray(getattr(value, "tolist", lambda: value)(), dtype=float)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedArgumentError(
-                f"{name!r} must be a number or several, got {value!r}"
-            ) from error
+        values = numbers(name, value)
         with self._logging:
             if not values.ndim:
                 self._logged["numbers"][name] = float(values)
@@ -184,7 +176,8 @@ class Dashboard:
                 self._server.handle_request()  # returns after ``_POLL_S`` at the latest
                 self._server.end_overdue()
         finally:
-            self._server.end()
+            self._server.server_close()
+            self._server.end_overdue(is_last=True)
             self._history.close()
 
     def _sample(self, look: Callable[[], ServiceStatus]) -> None:
@@ -192,7 +185,7 @@ class Dashboard:
         try:
             status = look()
             with self._logging:
-                logged, self._logged = self._logged, _nothing_logged()
+                logged, self._logged = self._logged, defaultdict(dict)
             self._history.add(_sample_of(status, self._before, logged), status.as_dict())
             self._before = status
         except ServiceGoneError:
@@ -205,9 +198,16 @@ class ServiceGoneError(ServiceClosedError):
     """No handle on the service is left in this process."""
 
 
-def _nothing_logged() -> dict[str, dict[str, Any]]:
-    """What a run has logged since the last sample, of each name the last: nothing yet."""
-    return {"numbers": {}, "histograms": {}}
+def numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """Returns a number, or several of any shape."""
+    refusal = UnsupportedArgumentError(f"{name!r} must be a number or several, got {value!r}")
+    if value is None or isinstance(value, str):  # which numpy would read
+        raise refusal
+    try:
+        # A tensor's own list, as numpy takes none with a gradient, or of bfloat16.
+        return np.asarray(getattr(value, "tolist", lambda: value)(), dtype=float)
+    except (TypeError, ValueError) as error:
+        raise refusal from error
 
 
 def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:
@@ -248,7 +248,7 @@ def _sample_of(
         for one in status.replicas
     }
     sample = {"time": status.time, "replicas": replicas, "pushes": pushes}
-    return finite(sample | (logged or _nothing_logged()))
+    return finite(sample | {"numbers": {}, "histograms": {}} | (logged or {}))
 
 
 def _quantiles(name: str, known: Latency | None) -> dict[str, float | None]:
@@ -292,17 +292,12 @@ class _Server(ThreadingHTTPServer):
         level = logging.DEBUG if gone else logging.ERROR
         logger.log(level, "a connection to the dashboard ended", exc_info=True)
 
-    def end_overdue(self, *, all_of_them: bool = False) -> None:
+    def end_overdue(self, *, is_last: bool = False) -> None:
         for request, deadline in self._open.values():
-            if all_of_them or deadline.passed:
+            if is_last or deadline.passed:
                 with contextlib.suppress(OSError):  # it had ended already
                     request.shutdown(socket.SHUT_RDWR)
-
-    def end(self) -> None:
-        """Takes no more connections, and ends those there are."""
-        self.server_close()
-        self.end_overdue(all_of_them=True)
-        for thread in self._open:
+        for thread in self._open if is_last else ():
             thread.join(_JOIN_TIMEOUT_S)
 
 
@@ -310,52 +305,44 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "torchrl_vllm_sync", ""
 
     def do_GET(self) -> None:
-        server: Any = self.server
-        names, board, host = server.names, server.board, self.headers.get("Host", "").lower()
-        if names is not None and host.rsplit(":", 1)[0] not in names and host not in names:
-            return self._send(421, "text/plain", b"this address is not served under that name\n")
-        try:
-            asked = urlsplit(self.path)
-        except ValueError as error:
-            return self._send(400, "text/plain", f"not an address: {error}\n".encode())
-        if asked.path == "/":
-            return self._send(200, "text/html; charset=utf-8", _page())
-        if asked.path == "/status.json":
-            return self._send_json(board.status)
-        if asked.path == "/history.json":
-            return self._send_json(lambda: board.history(_since(asked.query)))
-        return self._send(404, "text/plain", b"there is /, /status.json and /history.json\n")
-
-    do_HEAD = do_GET  # noqa: N815  the base class's name
-
-    def _send_json(self, made: Callable[[], dict[str, Any]]) -> None:
-        try:
-            code, body = 200, json.dumps(made(), allow_nan=False)
-        except Exception as error:  # noqa: BLE001  the page says what it is
-            why = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
-            code, body = 503, json.dumps({"error": why})
-        self._send(code, "application/json", body.encode())
-
-    def _send(self, code: int, kind: str, body: bytes) -> None:
+        code, kind, body = _answer(self.server, self.path, self.headers.get("Host", "").lower())
         self.send_response(code)
-        for name, value in _HEADERS.items():
+        length = {"Content-Type": kind, "Content-Length": str(len(body))}
+        for name, value in (_HEADERS | length).items():
             self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815  the base class's name
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
         logger.debug(format, *args)
 
 
-def _since(query: str) -> float:
-    """The time that a query names; 0 if it names none."""
+def _answer(server: Any, path: str, host: str) -> tuple[int, str, bytes]:
+    """The status, type and body of what is answered."""
+    names, board = server.names, server.board
+    if names is not None and host.rsplit(":", 1)[0] not in names and host not in names:
+        return 421, "text/plain", b"this address is not served under that name\n"
     try:
-        return float(parse_qs(query)["since"][-1])
-    except (KeyError, ValueError):
-        return 0.0
+        asked = urlsplit(path)
+    except ValueError as error:
+        return 400, "text/plain", f"not an address: {error}\n".encode()
+    if asked.path == "/":
+        return 200, "text/html; charset=utf-8", _page()
+    if asked.path not in ("/status.json", "/history.json"):
+        return 404, "text/plain", b"there is /, /status.json and /history.json\n"
+    since = 0.0
+    with contextlib.suppress(KeyError, ValueError):
+        since = float(parse_qs(asked.query)["since"][-1])
+    try:
+        made = board.status() if asked.path == "/status.json" else board.history(since)
+        code, text = 200, json.dumps(made, allow_nan=False)
+    except Exception as error:  # noqa: BLE001  the page says what it is
+        why = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+        code, text = 503, json.dumps({"error": why})
+    return code, "application/json", text.encode()
 
 
 @cache
@@ -408,9 +395,8 @@ class History:
             except (OSError, TypeError, ValueError) as error:
                 is_taken = isinstance(error, BlockingIOError)
                 why = "another dashboard writes to it" if is_taken else str(error)
-                raise UnsupportedArgumentError(
-                    f"history must be a file to write, got {str(path)!r}: {why}"
-                ) from error
+                told = f"history must be a file to write, got {str(path)!r}: {why}"
+                raise UnsupportedArgumentError(told) from error
             lines = deque(_lines(path), MAX_SAMPLES)
             self.samples.extend(line["sample"] for line, _ in lines if "sample" in line)
             # Without a line that was cut off as a process ended.
@@ -433,10 +419,7 @@ class History:
 
 
 def read_history(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the last status of a file, and samples of its whole time.
-
-    Of several that follow each other one is left, with the pushes and what was logged of all.
-    """
+    """Returns the last status of a file, and samples of its whole time, of several merged ones."""
     status: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
     group: list[dict[str, Any]] = []  # those that become the next one
@@ -479,9 +462,8 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], int]]
     except OSError as error:
         raise UnsupportedArgumentError(f"history must be a file to read: {error}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UnsupportedArgumentError(
-            f"{path} is no history of a dashboard: line {number}: {error!r}"
-        ) from error
+        told = f"{path} is no history of a dashboard: line {number}: {error!r}"
+        raise UnsupportedArgumentError(told) from error
 
 
 def _checked(text: bytes) -> dict[str, Any] | None:

@@ -1,22 +1,28 @@
-"""How a status reads: the same columns, numbers and words in a terminal and on a page."""
+"""How a status reads, alike in a terminal and on a page, and how pushes read as a timeline."""
 
 from __future__ import annotations
 
 import datetime
 import io
+import json
 import time
+from collections import defaultdict
 from html import escape
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import box, filesize
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchrl_vllm_sync.replica import Latency, PushReport, seconds_of
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.replica import LOAD_STEPS, Latency, LoadReport, PushReport, seconds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
 
@@ -191,14 +197,11 @@ def _replicas(status: ServiceStatus, width: int) -> Table:
 
 
 def _last_push(push: PushReport) -> list[RenderableType]:
-    """One line for the push, and a bar for each of its phases, as long as its part of the whole.
-
-    Instead of how long the trainer waited for replicas, it shows what the slowest of them did.
-    """
+    """One line for the push, and a bar for each of its phases, as long as its part of the whole."""
     line = Text.assemble(("last push ", "bold"), (push_text(push), "red" if push.error else ""))
     table = Table.grid("", Column(justify="right"), "", padding=(0, 1, 0, 0))
     phases = seconds_of(push.phases)
-    if (slowest := push.slowest) is not None:
+    if (slowest := push.slowest) is not None:  # for which the trainer waited
         phases.pop("acknowledge", None)
         of_replica = seconds_of(slowest.steps).items()
         phases |= {f"replica {slowest.replica_id}: {name}": took for name, took in of_replica}
@@ -207,3 +210,97 @@ def _last_push(push: PushReport) -> list[RenderableType]:
         bar = Text("━" * max(round(part * BAR_WIDTH), 1), "blue")
         table.add_row(Text(f"  {printable(name)}", "dim"), milliseconds_text(seconds), bar)
     return [line, table] if phases else [line]
+
+
+# ---- Pushes as a timeline
+#
+# Trace Event Format, its JSON object form with complete events ("X") and metadata events ("M"),
+# docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Events of one track must
+# nest or not meet at all (perfetto.dev/docs/faq).
+
+_BEFORE, _PAUSED = LOAD_STEPS[:2], LOAD_STEPS[2:]
+
+
+def save_timeline(path: str | os.PathLike[str], reports: PushReport | Iterable[PushReport]) -> None:
+    """Writes pushes into a file that ``chrome://tracing`` and ``ui.perfetto.dev`` open.
+
+    One track is the trainer's, one is each replica's, by its host's clock. Phases without a start
+    of their own are arguments of their push.
+
+    Example:
+        >>> service.register_version_hook(reports.append)
+        >>> save_timeline("pushes.json", reports)
+
+    Args:
+        path: File to write; one that exists is replaced.
+        reports: One push, or several in any order.
+
+    Raises:
+        UnsupportedArgumentError: There is no push.
+    """
+    Path(path).write_text(json.dumps(trace_of(reports)))
+
+
+def trace_of(reports: PushReport | Iterable[PushReport]) -> dict[str, Any]:
+    """Returns what :func:`save_timeline` writes; times are microseconds from the first push on."""
+    given = [reports] if isinstance(reports, PushReport) else reports
+    if not (pushes := sorted(given, key=lambda one: one.began_at)):
+        raise UnsupportedArgumentError("reports must hold at least 1 push, got none")
+    first = pushes[0].began_at
+    trainers, replicas = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
+    ends: list[float] = []  # of the last push on each of the trainer's tracks
+    for report in pushes:
+        began_at = report.began_at
+        # On the first track, unless another push, for whose end this one waits, is there still.
+        track = next((at for at, end in enumerate(ends) if end <= began_at), len(ends))
+        ends[track : track + 1] = [began_at + report.seconds]
+        name = f"trainer {track + 1}" if track else "trainer"
+        trainers[name] += _trainer_spans(report, began_at - first)
+        for one in report.replicas:
+            replicas[f"replica {one.replica_id}"] += _replica_spans(one, first)
+    events = [_event("M", "process_name", name="torchrl_vllm_sync")]
+    for track, (name, spans) in enumerate((trainers | replicas).items()):
+        about = _event("M", "thread_name", name=name)
+        order = _event("M", "thread_sort_index", sort_index=track)
+        events += [one | {"tid": track} for one in (about, order, *spans)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_at": first}}
+
+
+def _trainer_spans(report: PushReport, begin: float) -> Iterator[dict[str, Any]]:
+    """The push, and within it the phases whose start is known."""
+    about = {n: getattr(report, n) for n in ("version", "transport", "num_bytes", "left_behind")}
+    about |= {name: one for name, one in report.phases.items() if name not in report.phase_starts}
+    yield _span("push", begin, begin + report.seconds, **about)
+    for phase, start in sorted(report.phase_starts.items(), key=lambda one: one[1]):
+        end = start + report.phases[phase]
+        yield _span(phase, begin + start, begin + end, version=report.version)
+
+
+def _replica_spans(one: LoadReport, first: float) -> Iterator[dict[str, Any]]:
+    """What a replica did; nothing if it loaded nothing, or could not say."""
+    if one.began_at is None:
+        return
+    at = one.began_at - first
+    for phase in _BEFORE:
+        if seconds := one.phases.get(phase, 0.0):
+            yield _span(phase, at, at + seconds, version=one.version)
+            if phase == "stage_s" and (ready_s := one.phases.get("ready_s", 0.0)):
+                yield _span("ready_s", at, at + ready_s, version=one.version)
+            at += seconds
+    bounds = [*accumulate((one.phases.get(phase, 0.0) for phase in _PAUSED), initial=at)]
+    counts = {name: num for name, num in one.phases.items() if not name.endswith("_s")}
+    about = {"version": one.version, **counts, "path": one.path, "path_reason": one.path_reason}
+    yield _span("whole_pause_s", at, bounds[-1], **about)
+    for phase, (begin, end) in zip(_PAUSED, pairwise(bounds), strict=True):
+        yield _span(phase, begin, end, version=one.version)
+
+
+def _span(phase: str, begin: float, end: float, /, **about: Any) -> dict[str, Any]:
+    """A complete event, both of whose ends are whole nanoseconds, so that what nests does."""
+    begin_ns, end_ns = round(begin * 1e9), round(end * 1e9)
+    times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3, "cat": "push"}
+    return _event("X", phase.removesuffix("_s"), **about) | times
+
+
+def _event(kind: str, title: str, /, **about: Any) -> dict[str, Any]:
+    return {"ph": kind, "name": title, "pid": 1, "args": about}

@@ -116,9 +116,7 @@ class TrainModelConfig:
     gradient_checkpointing: Flag = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     attn_implementation: str | None = None  # on a GPU
-    torch_dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = (
-        "float32"  # adapters: float32
-    )
+    torch_dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = "float32"  # not adapters
 
 
 @dataclass
@@ -180,8 +178,7 @@ class GRPOConfig:
         (0.001, False, 2)
 
     Attributes:
-        env, model, train, train_model, inference_model, optimizer, ray, logging: Its sections, see
-            ``torchrl_vllm_sync.rl.config``.
+        env, model, train, train_model, inference_model, optimizer, ray, logging: Its sections.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of its sections, too
@@ -248,12 +245,10 @@ class GRPOConfig:
     def _conflicts(self) -> dict[str, str]:
         """What does not go together, by key."""
         env, train, engine = self.env, self.train, self.inference_model
-        rows, step, passes = (
-            train.dialog_turns_per_batch, train.optim_batch_size, train.gradient_accumulation_steps
-        )  # fmt: skip
-        room, lora = engine.max_model_len, self.train_model.lora
-        often = self.logging.checkpoint_frequency
-        of = "must be a multiple of"
+        rows, step = train.dialog_turns_per_batch, train.optim_batch_size
+        passes, lora = train.gradient_accumulation_steps, self.train_model.lora
+        room = engine.max_model_len
+        of, often = "must be a multiple of", self.logging.checkpoint_frequency
         rules = [
             ("env.num_envs", env.num_envs, env.num_envs % env.repeats,
              f"{of} env.repeats, which is {env.repeats}"),
@@ -278,16 +273,15 @@ class _Loader(yaml.SafeLoader):
     """Takes ``1e-5`` for a number, which is text in YAML 1.1."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
-)
+_number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _number, [*"-+0123456789"])
 
 
 def _file(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    tree = {} if (read := yaml.load(Path(path).read_text(), _Loader)) is None else read
-    if not isinstance(tree, Mapping):
+    tree = yaml.load(Path(path).read_text(), _Loader)
+    if not isinstance(tree, Mapping | None):
         raise ValueError(f"must hold sections, got {shown(tree)}")  # noqa: TRY004
-    return tree
+    return tree or {}
 
 
 def _override(text: str) -> Mapping[Any, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from tensordict import set_list_to_stack
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.objectives.llm.grpo import GRPOLoss
 from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from torchrl_vllm_sync.rl import tasks
 from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
 from torchrl_vllm_sync.rl.groups import GroupAdvantage
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
-from torchrl_vllm_sync.rl.rollouts import RolloutCollector
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 from torchrl_vllm_sync.rl.statistics import RunLog
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
@@ -37,10 +37,7 @@ from torchrl_vllm_sync.testing import make_tiny_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tensordict import TensorDict, TensorDictBase
-
     from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.rl.rollouts import TextReward
 
 # Decoding in CUDA graphs, without the minute that compiling takes at each start.
 _CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -117,17 +114,20 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]
 class Learner:
     """The trainer's half of GRPO: a model, TorchRL's loss on it, and optimizer steps."""
 
-    def __init__(
-        self, config: GRPOConfig, checkpoint: str, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, config: GRPOConfig, checkpoint: str) -> None:
         settings, train = config.train_model, config.train
-        self.device = device or trainer_device()
+        self.device = trainer_device()
         on_gpu = self.device.type == "cuda"
         how = {"attn_implementation": settings.attn_implementation} if on_gpu else {}
         dtype = getattr(torch, settings.torch_dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **how)
         if settings.lora.enabled:
-            model = _with_adapters(model, settings.lora)
+            from peft import LoraConfig, get_peft_model
+
+            adapters: Any = {"r": settings.lora.r, "lora_alpha": settings.lora.alpha}
+            adapters |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+            # In float32, whatever the model is in.
+            model = get_peft_model(model, LoraConfig(**adapters))
         # Dropout would make it another model than the engines'; checkpointing needs train mode.
         self.model = model.train(settings.gradient_checkpointing).to(self.device)
         self.policy = TrainerPolicy(
@@ -149,16 +149,12 @@ class Learner:
         )
         self._max_norm, self._autocast = chosen.clip_grad_norm, on_gpu and train.mixed_precision
 
-    def compute(self, rows: TensorDictBase) -> Any:
-        """Returns the loss of rows with their advantages, which are moved to the device."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
-            return self.loss(rows.to(self.device))
-
     def step(self, passes: Iterable[TensorDictBase], num_rows: int) -> dict[str, float]:
         """Makes one optimizer step of several passes; returns the least ESS, and means."""
         ess, found = [], dict.fromkeys(_FIGURES, 0.0)
         for rows in passes:
-            share, loss = len(rows) / num_rows, self.compute(rows)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
+                share, loss = len(rows) / num_rows, self.loss(rows.to(self.device))
             (loss.mean(reduce=True) * share).backward()
             ess.append(float(loss.ESS))
             for name in found:
@@ -167,15 +163,6 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {"ESS": min(ess), "grad_norm": float(norm), **found}
-
-
-def _with_adapters(model: Any, settings: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    adapters = LoraConfig(
-        r=settings.r, lora_alpha=settings.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, adapters)  # in float32, whatever the model is in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +188,8 @@ class GRPOStep:
 class GRPORun:
     """GRPO on a running service: iterating trains, and yields a step for each batch.
 
-    A step has its ``number``, its ``rows`` with their advantages, the ``version`` of the weights
-    that were trained, ``figures`` of the optimizer steps, the report of the ``push``, and how long
-    it waited for the rows and trained, ``wait_s`` and ``train_s``.
+    Of a step: its ``number``, ``rows`` with their advantages, the ``version`` that was trained,
+    ``figures`` of the optimizer steps, the report of the ``push``, ``wait_s`` and ``train_s``.
 
     Example:
         >>> from torchrl_vllm_sync.rl.grpo import engine_args
@@ -269,7 +255,8 @@ class GRPORun:
             figures = self._learn(rows)
             trained, push = time.perf_counter(), None
             unpushed += len(figures)
-            if unpushed >= (train.weight_update_frequency or 1) or _is_last(number, self.config):
+            is_last = number + 1 == self.config.num_batches
+            if unpushed >= (train.weight_update_frequency or 1) or is_last:
                 push, unpushed = self.updater.push_weights(), 0  # with requests running
             yield GRPOStep(
                 number=number,
@@ -306,23 +293,18 @@ class GRPORun:
         self.close()
 
 
-def _is_last(number: int, config: GRPOConfig) -> bool:
-    return number + 1 == config.num_batches
-
-
 @contextlib.contextmanager
 def _ray_of(config: GRPOConfig) -> Iterator[None]:
     """Starts Ray and ends it, unless this process has joined a cluster."""
     if ray.is_initialized():
         yield
         return
-    engine = config.inference_model
-    num_gpus = engine.num_devices * engine.tensor_parallel_size if torch.cuda.is_available() else 0
+    engine, on_gpus = config.inference_model, torch.cuda.is_available()
     given: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     given |= {one: of for one, of in config.ray.init_config.items() if not one.startswith("_")}
     given.setdefault("address", os.environ.get("RAY_ADDRESS", "local"))
     if given["address"] == "local":
-        given["num_gpus"] = num_gpus
+        given["num_gpus"] = engine.num_devices * engine.tensor_parallel_size * on_gpus
     ray.init(**given)
     try:
         yield
@@ -332,11 +314,10 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
 
 def _check_machine(config: GRPOConfig) -> None:
     """Refuses what wants GPUs or a package that this machine has not."""
-    if config.train_model.lora.enabled and importlib.util.find_spec("peft") is None:
-        raise ConfigError({"train_model.lora.enabled": "needs a package: pip install peft"})
-    backend = config.logging.backend
-    if backend != "csv" and importlib.util.find_spec(backend) is None:
-        raise ConfigError({"logging.backend": f"needs a package: pip install {backend}"})
+    adapters, backend = config.train_model.lora.enabled and "peft", config.logging.backend
+    for key, package in {"train_model.lora.enabled": adapters, "logging.backend": backend}.items():
+        if package and package != "csv" and importlib.util.find_spec(package) is None:
+            raise ConfigError({key: f"needs a package: pip install {package}"})
     engine, there = config.inference_model, torch.cuda.device_count()
     needed = engine.num_devices * engine.tensor_parallel_size + 1
     if there and needed > there and not ray.is_initialized():
@@ -355,8 +336,7 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         ``training/...``, and the ``version`` that was trained.
 
     Raises:
-        ConfigError: Settings are no such, do not go together or want what this machine has not,
-            before anything is started.
+        ConfigError: At once, of settings that are none, do not go together or do not fit here.
         SyncError: Engines do not start, see ``AsyncVLLM``, or a run failed, see :class:`GRPORun`.
     """
     config = copy.deepcopy(config)
@@ -377,9 +357,8 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         except OSError as error:
             raise ConfigError({"model.name": f"cannot be loaded: {error}"}) from error
         running.enter_context(_ray_of(config))
-        service = running.enter_context(
-            AsyncVLLM.from_pretrained(config.model.name, **engine_args(config))
-        )
+        engines = engine_args(config)
+        service = running.enter_context(AsyncVLLM.from_pretrained(config.model.name, **engines))
         backend: Any = logging.backend
         logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
         log = running.enter_context(RunLog(logger, service))
@@ -398,9 +377,9 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
 
 def _save(run: GRPORun, number: int, tokenizer: Any) -> None:
     """Saves the trainer's weights where it is time."""
-    logging, every = run.config.logging, run.config.logging.checkpoint_frequency
-    is_due = every is not None and (number + 1) % every == 0
-    if logging.checkpoint_dir is not None and (is_due or _is_last(number, run.config)):
-        target = Path(logging.checkpoint_dir) / f"step-{number + 1}"
+    logging, done, last = run.config.logging, number + 1, run.config.num_batches
+    is_due = done == last or done % (logging.checkpoint_frequency or last) == 0
+    if logging.checkpoint_dir is not None and is_due:
+        target = Path(logging.checkpoint_dir) / f"step-{done}"
         for one in (run.learner.model, tokenizer):
             one.save_pretrained(target)

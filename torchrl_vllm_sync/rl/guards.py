@@ -1,8 +1,7 @@
 """Whether a loss can take what engines sample for what it is: settings, templates, tokenizers.
 
-A loss divides the trainer's probability of a token by that which the engine reports. That is right
-if both are of the distribution that the token was sampled from; ``tutorials/guides/sampling.md``
-has a table of when they are.
+A loss divides the trainer's probability of a token by the engine's: right if both are of what the
+token was sampled from. ``tutorials/guides/sampling.md`` has a table of when they are.
 """
 
 from __future__ import annotations
@@ -80,17 +79,11 @@ def check_mask(params: Any, engine: Any) -> None:
         raise UnsupportedArgumentError(f"return_sampling_mask needs {'; '.join(missing)}")
 
 
-def judge_sampling(
-    params: Any, engine: Any, trainer: Trainer | None, *, has_mask: bool
-) -> Findings:
-    """What makes the engines' log-probabilities others than ``trainer``'s of equal weights.
-
-    ``params`` are vLLM's SamplingParams, ``engine`` its AsyncEngineArgs; no trainer is one at
-    temperature 1 that does with masks what it should.
-    """
+def judge_sampling(params: Any, engine: Any, trainer: Trainer | None, has_mask: bool) -> Findings:
+    """What makes log-probabilities of an engine of these arguments others than the trainer's."""
     if is_greedy(params):
         return {}
-    trainer = trainer or Trainer(1.0, True, {})
+    trainer = trainer or Trainer(1.0, True, {})  # at temperature 1, which does replay masks
     default, found = type(params)(), {**trainer.findings}
     launch = f"launch the engines with logprobs_mode={_PROCESSED!r}"
     is_processed = engine.logprobs_mode == _PROCESSED
@@ -108,9 +101,9 @@ def judge_sampling(
         steps += [] if has_mask else ["pass return_sampling_mask=True and a top_k"]
         steps += [] if replays else ["have TrainerPolicy score, named as trainer="]
         remedy = f"leave it out, or {', '.join(steps)}"
-        found |= {name: (value, remedy) for name, value in _changed(_REMOVE, params, default)}
+        found |= _changed(_REMOVE, params, default, remedy)
     remedy = "leave it out: no loss can tell what it did"
-    found |= {name: (value, remedy) for name, value in _changed(_WEIGH, params, default)}
+    found |= _changed(_WEIGH, params, default, remedy)
     if value := getattr(engine, "logits_processors", None):
         found["logits_processors"] = value, remedy
     if value := getattr(params, "truncate_prompt_tokens", None):  # up to vLLM 0.31
@@ -118,15 +111,14 @@ def judge_sampling(
     return found
 
 
-def _changed(names: Collection[str], params: Any, default: Any) -> list[tuple[str, Any]]:
+def _changed(names: Collection[str], params: Any, default: Any, remedy: str) -> Findings:
     """Those of ``names`` that are set; empty collections, and -1 for top-k, set nothing."""
-    values = ((name, getattr(params, name, None)) for name in names)
-    unset = None, -1
-    return [
-        (name, value)
-        for name, value in values
-        if value not in unset and value != getattr(default, name, None) and value not in ([], {})
-    ]
+    found = Findings()
+    for name in names:
+        value = getattr(params, name, None)
+        if value not in (None, -1, [], {}, getattr(default, name, None)):
+            found[name] = value, remedy
+    return found
 
 
 def _judge_prompts(policy: Any, trainer: Any) -> Findings:
@@ -150,10 +142,8 @@ def _shown(wrapper: Any) -> str:
     """A short conversation as a wrapper's template shows it."""
     names = "tokenizer", "chat_template", "chat_template_name"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    template: Any = {name: getattr(wrapper, name) for name in names}
-    made: Any = History.from_chats([chat]).apply_chat_template(
-        **template, add_generation_prompt=False
-    )
+    template: Any = {"add_generation_prompt": False, **{n: getattr(wrapper, n) for n in names}}
+    made: Any = History.from_chats([chat]).apply_chat_template(**template)
     return made if isinstance(made, str) else made[0]
 
 

@@ -33,7 +33,7 @@ from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torchrl_vllm_sync.rl.pacing import Pacer
     from torchrl_vllm_sync.rl.rollouts import RolloutCollector
@@ -63,11 +63,9 @@ class RunState:
 
     Args:
         model: What is trained, also sharded by FSDP2: then every rank saves and loads.
-        optimizer: Its optimizer.
+        optimizer, buffer: Its optimizer, and a replay buffer.
         collector: A collector that has the trainer's process to itself, with its pacer.
-        buffer: A replay buffer.
-        pacer: That of several collectors; by default the collector's. Nothing is handed on while a
-            run is saved.
+        pacer: That of several collectors, which hand nothing on while a run is saved.
         updater: What pushes the model, and the first thing that it pushes after a load.
         **extra: Whatever else has ``state_dict`` and ``load_state_dict``, such as a scheduler.
 
@@ -107,16 +105,14 @@ class RunState:
         for name, one in self._others.items():
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(one, method, None)):
-                    raise UnsupportedArgumentError(
-                        f"{name}, a {type(one).__name__}, has no {method}"
-                    )
+                    told = f"{name}, a {type(one).__name__}, has no {method}"
+                    raise UnsupportedArgumentError(told)
 
     def save(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Path:
         """Saves the run between two steps; whatever is killed meanwhile, earlier saves stay whole.
 
         Args:
-            directory: Of the run's saves, made if need be; of a sharded model one that all ranks
-                see.
+            directory: Of the run's saves, made if need be; all ranks of a sharded model see it.
             step: Number of the save, greater than those before; by default one more.
 
         Returns:
@@ -136,8 +132,13 @@ class RunState:
         (number,) = told
         name = f"{number:08d}"
         folder = root / (UNFINISHED + name)
-        with _together(root), self._frozen():
-            _write(folder / f"rank-{rank}.pt", self._state())
+        with _together(root), contextlib.ExitStack() as stack:
+            if self._gate is not None:  # nothing gets into the buffer meanwhile
+                stack.callback(self._gate._call, "thaw")
+                self._gate._call("freeze")
+                self._gate._call("settled", waits=True)
+            torch.save(self._state(), folder / f"rank-{rank}.pt")
+            _fsync(folder / f"rank-{rank}.pt")
         self._access(state_dict_saver.save, folder)
         if rank == 0:
             about = self._about() | {"step": number, "num_ranks": num_ranks}
@@ -146,7 +147,8 @@ class RunState:
                 _fsync(one)
             folder.rename(root / (SAVED + name))
             _fsync(root)
-        _meet()
+        if dist.is_initialized():
+            dist.barrier()
         return root / (SAVED + name)
 
     def load(self, directory: str | os.PathLike[str], *, audit: bool = True) -> int:
@@ -159,8 +161,7 @@ class RunState:
         Args:
             directory: What :meth:`save` was given, or the folder of one save. Its files are
                 unpickled: load only what you trust.
-            audit: Whether that push is audited, see ``AsyncVLLM.push_weights``; not every engine
-                can be.
+            audit: Whether that push is audited, see ``AsyncVLLM.push_weights``.
 
         Returns:
             The step of the save.
@@ -196,38 +197,27 @@ class RunState:
             for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
                 group.update(saved)
         _set_random_states(state["random"])
-        if self.updater is not None:
-            self._push(state["version"], audit=audit)
+        updater: Any = self.updater
+        if updater is not None:  # brings the engines to what was loaded
+            service, version = updater.service, state["version"]
+            is_behind = None not in (service, version) and service.weight_version < version
+            weights = self.model if updater.source is None else None
+            updater.push_weights(weights, version=version if is_behind else None, audit=audit)
         return about["step"]
-
-    @contextlib.contextmanager
-    def _frozen(self) -> Iterator[None]:
-        """Nothing gets into the buffer meanwhile."""
-        if self._gate is None:
-            yield
-            return
-        call = self._gate._call
-        try:
-            call("freeze")
-            call("settled", waits=True)
-            yield
-        finally:
-            call("thaw")
 
     def _state(self) -> dict[str, Any]:
         """All but what is sharded; the collector first, which waits for what it has begun."""
-        collector, pacer, updater = self.collector, self.pacer, self.updater
-        service = None if updater is None else updater.service
+        own = {"collector": self.collector, "pacer": self.pacer}
+        service = None if self.updater is None else self.updater.service
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {
             "parts": self._parts(),
-            "collector": None if collector is None else collector.state_dict(),
-            "pacer": None if pacer is None else pacer.state_dict(),
+            **{name: None if one is None else one.state_dict() for name, one in own.items()},
             "others": {name: one.state_dict() for name, one in self._others.items()},
             "groups": [{n: v for n, v in one.items() if n != "params"} for one in groups],
             "has_begun": self._has_begun,
             "version": None if service is None else service.weight_version,
-            "random": _random_states(),
+            "random": {name: state() for name, (state, _) in _RANDOM.items()},
         }
 
     @property
@@ -302,14 +292,6 @@ class RunState:
             _require(folder, name, mine, saved[name])
         return folder, about
 
-    def _push(self, version: int | None, *, audit: bool) -> None:
-        """Brings the engines to what was loaded."""
-        updater: Any = self.updater
-        service = updater.service
-        is_behind = None not in (service, version) and service.weight_version < version
-        weights = self.model if updater.source is None else None
-        updater.push_weights(weights, version=version if is_behind else None, audit=audit)
-
 
 def _begun(root: Path, step: int | None) -> int:
     """The number of a save, for which there is a folder now."""
@@ -357,11 +339,6 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def _step_of(folder: Path) -> int:
     number = folder.name.removeprefix(SAVED)
     return int(number) if number.isdecimal() else -1
@@ -379,13 +356,6 @@ def _sums(folder: Path) -> dict[str, str]:
     return found
 
 
-def _write(path: Path, state: Any) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -394,20 +364,18 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    numpy = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        "numpy": numpy,
-        "python": random.getstate(),
-    }
+# What gives the state of random numbers, and what sets it.
+_RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+    "cuda": (
+        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        lambda states: torch.cuda.set_rng_state_all(states[: torch.cuda.device_count()]),
+    ),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "python": (random.getstate, random.setstate),
+}
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
+    for name, state in states.items():
+        _RANDOM[name][1](state)

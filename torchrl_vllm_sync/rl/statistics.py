@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import html
+import logging
 import math
+import os
 import statistics
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -21,26 +26,24 @@ from torchrl.record.loggers.common import Logger
 
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.observe.gpus import GPUUse
+from torchrl_vllm_sync.observe.page import Dashboard, numbers
 from torchrl_vllm_sync.rl import keys
-from torchrl_vllm_sync.rl.corrections import deviations
-from torchrl_vllm_sync.rl.staleness import (
+from torchrl_vllm_sync.rl.corrections import (
     COUNTING,
     VersionLike,
     as_version_source,
+    deviations,
     oldest_versions,
     staleness_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torchrl_vllm_sync.observe.page import Dashboard
     from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
 
+_POLL_S = 0.02  # between two looks at what GPUs do
 _STATISTICS = "statistics"
 _DTYPES = {
     "prompt_length": torch.int64,
@@ -86,8 +89,7 @@ class GenerationStatistics(Transform):
     ===================== ======== ==============================================================
 
     A float is NaN where it is unknown; so are all at an environment's reset, with integers -1. An
-    environment has them below ``"next"``, a replay buffer from ``extend`` on. A batch that has them
-    is not counted again.
+    environment has them below ``"next"``, a buffer from ``extend`` on. They are counted once.
 
     Example:
         >>> statistics = GenerationStatistics()
@@ -105,9 +107,7 @@ class GenerationStatistics(Transform):
     def summary(self) -> dict[str, float | None]:
         """Returns how many ``"rows"`` have passed, and means over those where each is known."""
         with COUNTING:
-            means = {
-                name: total / num if num else None for name, (total, num) in self._known.items()
-            }
+            means = {n: total / num if num else None for n, (total, num) in self._known.items()}
             return {"rows": self._rows, **means}
 
     def reset_summary(self) -> None:
@@ -130,10 +130,11 @@ class GenerationStatistics(Transform):
             if _entry(tensordict, key) is None:
                 raise UnstampedRowsError(type(self).__name__, key, shape.numel(), shape.numel())
         rows = tensordict.reshape(-1)
-        sampled = _count(rows, keys.RESPONSE_VERSIONS, lambda row: row != keys.NO_VERSION)
+        versions = _padded(rows, keys.RESPONSE_VERSIONS, keys.NO_VERSION)
+        sampled = (versions != keys.NO_VERSION).flatten(1).sum(-1)
         prompt = torch.full_like(sampled, -1)
         if _entry(rows, _ATTENTION_MASK) is not None:
-            prompt = _count(rows, _ATTENTION_MASK, torch.Tensor.bool) - sampled
+            prompt = _padded(rows, _ATTENTION_MASK, False).bool().flatten(1).sum(-1) - sampled
         cached, decode_time = rows.get(keys.NUM_CACHED_TOKENS), rows.get(keys.DECODE_TIME)
         is_cached = (cached != keys.UNKNOWN_COUNT) & (prompt > 0)
         is_timed = (sampled > 1) & (decode_time > 0)
@@ -148,10 +149,8 @@ class GenerationStatistics(Transform):
             "tokens_per_second": torch.where(is_timed, (sampled - 1) / decode_time, math.nan),
             "staleness_span": rows.get(keys.MAX_POLICY_VERSION) - rows.get(keys.POLICY_VERSION),
         }
-        return TensorDict(
-            {name: figures[name].to(dtype).view(shape) for name, dtype in _DTYPES.items()},
-            batch_size=shape,
-        )
+        figures = {name: figures[name].to(dtype).view(shape) for name, dtype in _DTYPES.items()}
+        return TensorDict(figures, batch_size=shape)
 
     def _measure_and_count(self, tensordict: TensorDictBase) -> TensorDict:
         figures = self.measure(tensordict)
@@ -214,12 +213,9 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
     return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
 
 
-def _count(rows: TensorDictBase, key: NestedKey, chosen: Callable[..., Any]) -> torch.Tensor:
-    """Returns how many items of each row's entry, ragged or padded, are ``chosen``."""
-    entry = _entry(rows, key)
-    if isinstance(entry, torch.Tensor):
-        return chosen(entry).flatten(1).sum(-1)
-    return torch.stack([chosen(row).sum() for row in entry])
+def _padded(rows: Any, key: NestedKey, value: int) -> torch.Tensor:
+    """Returns an entry, ragged rows of which are padded with ``value``."""
+    return rows.get(key, as_padded_tensor=True, padding_value=value)
 
 
 def _texts(entry: Any, key: NestedKey = keys.FINISH_REASON) -> list[str]:
@@ -232,9 +228,7 @@ def _texts(entry: Any, key: NestedKey = keys.FINISH_REASON) -> list[str]:
 
 
 class DashboardLogger(Logger):
-    """A TorchRL logger that shows what a run logs on a service's dashboard.
-
-    Numbers become plots, several values at once a histogram.
+    """A TorchRL logger for a service's dashboard: numbers become plots, several a histogram.
 
     Example:
         >>> logger = DashboardLogger(service.dashboard(), WandbLogger("grpo"))
@@ -260,10 +254,9 @@ class DashboardLogger(Logger):
         """Adds a number to its plot; several, as ``log_metrics`` passes on, make a histogram.
 
         Args:
-            name, value: What it is called, and the number, or a tensor of them.
-            step: For the other logger.
+            name, value, step: Its name, the number or a tensor of them, the other logger's step.
         """
-        self.board.log(name, _numbers(name, value))
+        self._show(name, value)
         if self.also:
             self.also.log_scalar(name, value, step=step)
 
@@ -271,21 +264,21 @@ class DashboardLogger(Logger):
         """Shows the histogram of values.
 
         Args:
-            name, data: What they are called, and the values.
-            **kwargs: For the other logger.
+            name, data, **kwargs: Their name, the values, and what the other logger takes.
         """
-        self.board.log(name, _numbers(name, data))
+        self._show(name, data)
         if self.also:
             self.also.log_histogram(name, data, **kwargs)
+
+    def _show(self, name: str, value: Any) -> None:
+        values = numbers(name, value)
+        self.board.log(name, values.item() if values.size == 1 else values.flatten().tolist())
 
     def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
         """Passes a video on to the other logger.
 
         Args:
-            name: For that logger, as all of these.
-            video: See there.
-            step: See there.
-            **kwargs: See there.
+            name, video, step, **kwargs: That logger's.
         """
         if self.also:
             self.also.log_video(name, video, step=step, **kwargs)
@@ -301,17 +294,6 @@ class DashboardLogger(Logger):
 
     def __repr__(self) -> str:
         return f"DashboardLogger({self.board!r}, {self.also!r})"
-
-
-def _numbers(name: str, value: Any) -> Any:
-    """A number for one value, and a list for several."""
-    try:
-        tensor = torch.as_tensor(value, dtype=torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError) as error:  # as torch says it of other values
-        raise UnsupportedArgumentError(
-            f"{name!r} must be a number or several, got {value!r}"
-        ) from error
-    return tensor.item() if tensor.numel() == 1 else tensor.flatten().tolist()
 
 
 def log_pushes(
@@ -343,20 +325,15 @@ def log_pushes(
             "left_behind": float(len(report.left_behind)),
             **report.phases,
         }
-        loaded = [one.phases for one in report.replicas if one.phases.get("loaded", 1.0)]
-        for name in dict.fromkeys(name for phases in loaded for name in phases):
-            values = [phases[name] for phases in loaded if name in phases]
+        loaded = [phases for one in report.replicas if (phases := one.phases).get("loaded")]
+        for name in loaded[0] if loaded else ():
             if name.endswith("_s"):
-                found[f"replica/{name}"] = max(values)
+                found[f"replica/{name}"] = max(phases[name] for phases in loaded)
             elif name in ("num_kept", "num_restarted"):
-                found[f"replica/{name}"] = sum(values)
-        _log(logger, prefix, found, report.version)
+                found[f"replica/{name}"] = sum(phases[name] for phases in loaded)
+        logger.log_metrics(_flat(prefix, found), step=report.version)
 
     return service.register_version_hook(log)
-
-
-def _log(logger: Logger, prefix: str, found: dict[str, float], step: int | None) -> None:
-    logger.log_metrics({f"{prefix}/{name}": value for name, value in found.items()}, step=step)
 
 
 def log_rollouts(
@@ -374,9 +351,8 @@ def log_rollouts(
     greatest age in versions of the rows' oldest tokens (``staleness``, ``staleness_max``), and
     means of what ``GenerationStatistics`` finds, by its names; nothing that is not known. Of rows
     with ``("trainer_log_probs", "full")`` beside ``("log_probs", "full")`` also how far trainer and
-    engine are apart, as ``abs_log_ratio``, ``abs_log_ratio_max`` and ``kl``, which are those of
-    ``RolloutCorrection.summary``, and the effective sample size ``ess`` of the trainer's over the
-    engine's probabilities, 0 to 1.
+    engine are apart: ``abs_log_ratio``, ``abs_log_ratio_max`` and ``kl`` as of
+    ``RolloutCorrection.summary``, and the effective sample size ``ess`` of the ratios, 0 to 1.
     A ``DashboardLogger`` also shows how lengths, ages and rewards are distributed over the rows.
 
     Example:
@@ -400,7 +376,7 @@ def log_rollouts(
             ``("masks", "all_assistant_mask")``.
     """
     by_row, found = _figures(batch, version, reward)
-    _log(logger, prefix, found, step)
+    logger.log_metrics(_flat(prefix, found), step=step)
     _show_by_row(logger, prefix, by_row)
     return found
 
@@ -415,14 +391,22 @@ def _show_by_row(logger: Logger, prefix: str, by_row: dict[str, torch.Tensor]) -
 def _figures(
     batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What is known of rows, and what is logged of that."""
+    """What is known of rows, by figure a value for each of which it is, and the figures."""
     if not isinstance(batch, TensorDictBase):
         why = "a collector with a replay buffer yields None: log rows of the buffer[:]"
         raise UnsupportedArgumentError(f"batch must be a TensorDict, got {batch!r}; {why}")
     found = {"rows": float(batch.batch_size.numel())}
     if not found["rows"]:
         return {}, found
-    by_row = _by_row(batch, version, reward)
+    parts: dict[str, Any] = {}
+    if _entry(batch, keys.RESPONSE_VERSIONS) is not None:
+        parts |= GenerationStatistics().measure(batch).items()
+    if version is not None:
+        source, versions = as_version_source(version), oldest_versions(batch, keys.POLICY_VERSION)
+        parts["staleness"] = staleness_of(versions[versions >= 0], source)
+    by_row = {name: values for name, one in parts.items() if len(values := _known(one))}
+    if (rewards := _entry(batch.reshape(-1), reward)) is not None:  # a tensor, or a ragged one's
+        by_row["reward"] = torch.cat([one.flatten() for one in rewards]).double()
     found |= {name: float(values.mean()) for name, values in by_row.items()}
     if "response_length" in by_row:
         found["tokens"] = float(by_row["response_length"].sum())
@@ -448,25 +432,59 @@ def _mismatch(rows: TensorDictBase) -> dict[str, float]:
     if not num:
         return {}
     ess = (2 * far.logsumexp(0) - (2 * far).logsumexp(0)).exp() / num
-    means = {"abs_log_ratio": total / num, "abs_log_ratio_max": most, "kl": kl / num}
-    return means | {"ess": float(ess)}
+    found = {"abs_log_ratio": total / num, "abs_log_ratio_max": most, "kl": kl / num}
+    return found | {"ess": float(ess)}
 
 
-def _by_row(
-    batch: TensorDictBase, version: VersionLike | None, reward: NestedKey
-) -> dict[str, torch.Tensor]:
-    """What is known of rows, by figure: a value for each row of which it is known."""
-    found: dict[str, Any] = {}
-    if _entry(batch, keys.RESPONSE_VERSIONS) is not None:
-        found |= GenerationStatistics().measure(batch).items()
-    if version is not None:
-        source, versions = as_version_source(version), oldest_versions(batch, keys.POLICY_VERSION)
-        found["staleness"] = staleness_of(versions[versions >= 0], source)
-    if (rewards := _entry(batch.reshape(-1), reward)) is not None:
-        parts = [rewards] if isinstance(rewards, torch.Tensor) else rewards  # or ragged
-        found["reward"] = torch.cat([one.flatten() for one in parts]).double()
-    known = {name: one if name == "reward" else _known(one) for name, one in found.items()}
-    return {name: values for name, values in known.items() if len(values)}
+class GPUUse:
+    """Polls NVML for the share of time in which each GPU that CUDA may use runs anything.
+
+    NVML averages over the last 1/6 s to 1 s: only longer times say something.
+    """
+
+    def __init__(self) -> None:
+        self._polls = deque[tuple[float, list[float]]](maxlen=50_000)  # a quarter of an hour's
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        from vllm.third_party import pynvml
+
+        self._ended.clear()
+        poll = functools.partial(self._poll, pynvml)
+        self._thread = threading.Thread(target=poll, name="gpu-use", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(10.0)
+
+    def _poll(self, nvml: Any) -> None:
+        level = logging.DEBUG  # of what is said where there is no GPU of NVIDIA's
+        with contextlib.ExitStack() as stack:
+            try:
+                nvml.nvmlInit()
+                stack.callback(nvml.nvmlShutdown)
+                level, gpus = logging.WARNING, _visible_gpus(nvml)
+                while gpus and not self._ended.wait(_POLL_S):
+                    rates = [nvml.nvmlDeviceGetUtilizationRates(one) for one in gpus]
+                    self._polls.append((time.perf_counter(), [one.gpu / 100 for one in rates]))
+            except nvml.NVMLError as error:  # also a part of a GPU (MIG), or one off the bus
+                logging.getLogger(__name__).log(level, "GPU use is not known: %s", error)
+
+    def between(self, begin: float, end: float) -> list[float] | None:
+        """Shares of each GPU between two times of ``time.perf_counter()``; ``None`` if unknown."""
+        polls = [shares for when, shares in self._polls.copy() if begin <= when <= end]
+        return [statistics.fmean(of_one) for of_one in zip(*polls, strict=True)] or None
+
+
+def _visible_gpus(nvml: Any) -> list[Any]:
+    """NVML's handles of the GPUs that this process may use, by their numbers or UUIDs."""
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return [by_index(at) for at in range(nvml.nvmlDeviceGetCount())]
+    names = filter(None, map(str.strip, named.split(",")))
+    return [by_index(int(one)) if one.isdigit() else by_uuid(one) for one in names]
 
 
 class RunLog:
@@ -555,23 +573,21 @@ class RunLog:
 
         Raises:
             UnsupportedArgumentError: A figure is no number, or an argument no such thing.
-            UnstampedRowsError: As for ``log_rollouts``.
-            RowLayoutError: See there.
+            UnstampedRowsError, RowLayoutError: As for ``log_rollouts``.
         """
         check_integer("step", step, 0)
         by_row, of_rows = _figures(rows, self.service if version is None else version, self.reward)
         table = _table(rows, step, self.reward, self.samples)
-        found = {f"rollout/{name}": value for name, value in of_rows.items()}
+        found = _flat("rollout", of_rows)
         for name, value in figures.items():
             found |= _flat(name, value)
         now = time.perf_counter()
         if self._since is not None:
-            seconds, busy = now - self._since, self._gpus.between(self._since, now) or []
-            found["step/seconds"] = seconds
+            found["step/seconds"] = seconds = now - self._since
             if "tokens" in of_rows:
                 found["step/tokens_per_s"] = of_rows["tokens"] / seconds
-            found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
-            if busy:
+            if busy := self._gpus.between(self._since, now):
+                found |= {f"step/gpu_{at}_busy": share for at, share in enumerate(busy)}
                 found["step/gpu_busy"] = statistics.fmean(busy)
             self._since = now
         self.logger.log_metrics(found, step=step)
@@ -588,10 +604,8 @@ def _flat(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         parts = [_flat(f"{name}/{key}", one) for key, one in value.items()]
         return {key: one for part in parts for key, one in part.items()}
-    if value is None or (isinstance(value, torch.Tensor) and not value.numel()):
-        return {}
-    numbers = _numbers(name, value)
-    return {name: statistics.fmean(numbers) if isinstance(numbers, list) else numbers}
+    values = numbers(name, [] if value is None else value)
+    return {name: float(values.mean())} if values.size else {}
 
 
 _COLUMNS = ("step", "version", "reward", "prompt", "answer")

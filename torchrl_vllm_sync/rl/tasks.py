@@ -1,4 +1,4 @@
-"""Tasks: prompts, what answers are worth, and problems that are kept for evaluation.
+"""Tasks: prompts, what answers are worth, and evaluation of problems that are kept for it.
 
 ``low-ids`` is one that a tiny random model can learn; ``gsm8k`` is school problems; every other
 name is a data set of the package reasoning-gym, which makes problems up and scores answers to them.
@@ -6,22 +6,31 @@ name is a data set of the package reasoning-gym, which makes problems up and sco
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchrl.envs import StepCounter
+from tensordict import TensorDictBase, set_list_to_stack
+from torchrl.envs import StepCounter, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_vllm_sync.rl.rollouts import TextReward
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
+from torchrl_vllm_sync.rl.keys import NO_VERSION
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from torchrl.envs import TransformedEnv
+    from torchrl_vllm_sync.rl.policy import vLLMWrapper
+    from torchrl_vllm_sync.service.service import AsyncVLLM
 
 # Other settings than reasoning-gym's own: sums and differences of two numbers of two digits.
 SETTINGS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}}
@@ -91,28 +100,22 @@ def missing(dataset: str) -> str | None:
     return None
 
 
-def additions(seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields prompts for ever. The reward does not care what they ask."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
-        yield {"query": [f"What is {a} + {b}?"]}
+def problems(dataset: str, seed: int | None) -> Iterator[dict[str, list[str]]]:
+    """Yields prompts for ever, in an order that the seed fixes; without one, those held out."""
+    if dataset == "low-ids":  # the reward does not care what they ask
+        generator = torch.Generator().manual_seed(HELD_OUT_SEED if seed is None else seed)
+        while True:
+            a, b = torch.randint(0, 10, (2,), generator=generator).tolist()
+            yield {"query": [f"What is {a} + {b}?"]}
+    if dataset == "gsm8k":
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 
-
-def school_problems(split: str, seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields questions of GSM8K with their answers, for ever, shuffled anew."""
-    from datasets import load_dataset  # pyright: ignore[reportMissingImports]
-
-    problems = load_dataset("openai/gsm8k", "main")[split]
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for index in torch.randperm(len(problems), generator=generator).tolist():
-            one = problems[index]
-            yield {"query": [one["question"]], "answer": [one["answer"]]}
-
-
-def made_up_problems(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
-    """Yields problems of reasoning-gym for ever, with their seeds and numbers."""
+        rows = load_dataset("openai/gsm8k", "main")["test" if seed is None else "train"]
+        generator = torch.Generator().manual_seed(seed or 0)
+        while True:
+            for index in torch.randperm(len(rows), generator=generator).tolist():
+                yield {"query": [rows[index]["question"]], "answer": [rows[index]["answer"]]}
+    seed = HELD_OUT_SEED if seed is None else seed
     made = made_up(dataset, seed)
     for index in itertools.cycle(range(NUM_PROBLEMS)):
         yield {"query": [made[index]["question"]], "problem": [f"{seed} {index}"]}
@@ -120,31 +123,20 @@ def made_up_problems(dataset: str, seed: int) -> Iterator[dict[str, list[str]]]:
 
 def prompts(dataset: str, seed: int, num_held_out: int = 0) -> Iterator[dict[str, list[str]]]:
     """Yields a dataset's prompts for ever, in an order that the seed fixes; none is held out."""
-    if dataset == "low-ids":
-        return additions(seed)
-    if dataset == "gsm8k":
-        return school_problems("train", seed)
+    if dataset in ("low-ids", "gsm8k"):
+        return problems(dataset, seed)
     kept = {one["query"][0] for one in held_out(dataset, num_held_out)}
-    return (one for one in made_up_problems(dataset, seed) if one["query"][0] not in kept)
+    return (one for one in problems(dataset, seed) if one["query"][0] not in kept)
 
 
 def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     """The same problems in each run, which training never sees, but for ``low-ids``'s hundred."""
-    if dataset == "low-ids":
-        made = additions(HELD_OUT_SEED)
-    elif dataset == "gsm8k":
-        made = school_problems("test", 0)
-    else:
-        made = made_up_problems(dataset, HELD_OUT_SEED)
-    return [*itertools.islice(made, number)]
+    return [*itertools.islice(problems(dataset, None), number)]
 
 
 def first_twice(items: Iterable[Mapping[str, Any]], number: int) -> Iterator[Any]:
-    """Yields the first ``number`` of ``items`` a second time, and goes on with the others.
-
-    TorchRL's collector (0.14) resets its environment once while it is built and throws away what it
-    got: without this the prompts of the first batch would be lost.
-    """
+    """Yields the first ``number`` of ``items`` a second time, and goes on with the others."""
+    # TorchRL's collector (0.14) resets its environment while it is built, and drops what it got.
     rest = iter(items)
     first = list(itertools.islice(rest, number))
     return itertools.chain(first, first, rest)
@@ -168,3 +160,153 @@ def make_env(
         input_mode="history",
     )
     return env.append_transform(StepCounter(max_steps=1)).append_transform(reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What one version of the weights is worth.
+
+    Attributes:
+        version: Policy version that sampled every answer.
+        reward: Mean reward of the rows.
+        num_rows, seconds: Answers, and how long they took, with the replica pinned already.
+        rows: As a :class:`RolloutCollector` gives them, of batch size ``(num_rows,)``.
+    """
+
+    version: int
+    reward: float
+    num_rows: int
+    seconds: float
+    rows: TensorDictBase
+
+
+class Evaluator:
+    """Evaluates versions of a policy on a held-out set while training goes on.
+
+    On a replica that is pinned (:meth:`AsyncVLLM.pinned`): pushes and rollouts use the others.
+
+    Example:
+        >>> greedy = functools.partial(vLLMWrapper, tokenizer=tokenizer, input_mode="history")
+        >>> evaluator = Evaluator(service, problems, right, greedy, logger=logger)
+        >>> evaluator.start()       # with the weights that are served now
+        >>> train_on(next(batches)); updater.push_weights()
+        >>> evaluator.result(timeout_s=300).reward
+
+    Args:
+        service: Whose replicas are evaluated, in the process that launched it.
+        problems: Rows of a data set, as ``ChatEnv.from_dataloader`` takes them one at a time, such
+            as ``{"query": ["What is 2 + 3?"], "answer": ["5"]}``.
+        reward: A :class:`TextReward`, or the function for one.
+        make_policy: Makes the policy of the pinned service, with its sampling parameters and
+            tokenizer and ``input_mode="history"``.
+        repeats: Answers to each problem, at least 1.
+        logger: A TorchRL logger, which gets the mean reward as ``name`` with the version as step.
+        name: What the logger gets it as.
+        **pinning: ``timeout_s`` and ``allow_last`` of :meth:`AsyncVLLM.pinned`.
+
+    Raises:
+        UnsupportedArgumentError: There are no problems.
+    """
+
+    def __init__(
+        self,
+        service: AsyncVLLM,
+        problems: Iterable[Mapping[str, Any]],
+        reward: TextReward | Callable[..., Any],
+        make_policy: Callable[[AsyncVLLM], vLLMWrapper],
+        *,
+        repeats: int = 1,
+        logger: Any = None,
+        name: str = "evaluation/reward",
+        **pinning: Any,
+    ) -> None:
+        self._service, self._problems, self._make_policy = service, [*problems], make_policy
+        if not self._problems:
+            raise UnsupportedArgumentError("problems must be at least one, got none")
+        self._reward = reward if isinstance(reward, TextReward) else TextReward(reward)
+        self._repeats, self._logger, self._name, self._pinning = repeats, logger, name, pinning
+        self._running: Future[Evaluation] | None = None
+
+    def start(self, version: int | None = None) -> int:
+        """Pins a replica, and goes on in a thread.
+
+        Args:
+            version: That of :meth:`AsyncVLLM.pinned`, whose errors this raises.
+
+        Returns:
+            The version that is evaluated.
+
+        Raises:
+            UnsupportedArgumentError: An evaluation is under way, or its result was not taken.
+        """
+        if self._running is not None:
+            raise UnsupportedArgumentError("start() must follow the result() of the one before")
+        with contextlib.ExitStack() as stack:
+            pinned = stack.enter_context(self._service.pinned(version, **self._pinning))
+            held = pinned.weight_version
+            thread = ThreadPoolExecutor(1, "evaluation")
+            self._running = thread.submit(self._evaluate, pinned, stack.pop_all())
+            thread.shutdown(wait=False)
+        return held
+
+    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Evaluation:
+        """Returns what :meth:`start` began, once the replica is handed back.
+
+        Args:
+            timeout_s: Seconds to wait; after a ``TimeoutError`` it may be asked for again.
+
+        Raises:
+            UnsupportedArgumentError: Nothing was started.
+            TimeoutError: It has not ended within that time.
+            RequestLostError, NoReplicaAvailableError: The pinned replica died.
+            RewardError: See :class:`TextReward`.
+            VersionSpanError: The replica has taken other weights from a folder that it follows.
+        """
+        check_wait("timeout_s", timeout_s)
+        if (running := self._running) is None:
+            raise UnsupportedArgumentError("result() must follow start()")
+        running.exception(timeout_s)
+        self._running = None
+        return self._log(running.result())
+
+    def evaluate(self, version: int | None = None) -> Evaluation:
+        """Evaluates in this thread; requests have the service's time limit.
+
+        Arguments and errors are those of :meth:`start` and :meth:`result`.
+
+        Returns:
+            What the version is worth.
+        """
+        with contextlib.ExitStack() as stack:
+            pinned = stack.enter_context(self._service.pinned(version, **self._pinning))
+            return self._log(self._evaluate(pinned, stack))
+
+    def _log(self, found: Evaluation) -> Evaluation:
+        """In the caller's thread, as loggers need not be safe for several."""
+        if self._logger is not None:
+            self._logger.log_scalar(self._name, found.reward, step=found.version)
+        return found
+
+    @set_list_to_stack(True)  # as TorchRL's ChatEnv asks for
+    def _evaluate(self, pinned: AsyncVLLM, stack: contextlib.ExitStack) -> Evaluation:
+        """Hands the replica back, which ``stack`` does, before the result is there."""
+        with stack:
+            began, version = time.perf_counter(), pinned.weight_version
+            policy, num_rows = self._make_policy(pinned), len(self._problems) * self._repeats
+            how = {"num_envs": num_rows, "repeats": self._repeats}
+            env = make_env(policy.tokenizer, self._problems, self._reward.clone(), **how)
+            collector = RolloutCollector(env, policy=policy, dialog_turns_per_batch=num_rows)
+            stack.callback(collector.shutdown)
+            rows: Any = next(iter(collector))
+            names = ("policy_version", "max_policy_version")
+            sampled_by = {int(one) for name in names for one in rows[name].flatten()}
+            if sampled_by - {version, NO_VERSION}:
+                told = f"rows are of {sorted(sampled_by - {NO_VERSION})}"
+                raise VersionSpanError(f"version {version} was evaluated, and its {told}")
+            return Evaluation(
+                version=version,
+                reward=float(rows["next", "reward"].mean()),
+                num_rows=num_rows,
+                seconds=time.perf_counter() - began,
+                rows=rows,
+            )

@@ -6,12 +6,12 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, partialmethod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, MetaData, TensorDict, lazy_stack
-from torch.nn.functional import pad
+from tensordict import LazyStackedTensorDict, MetaData, NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from torchrl.modules.llm.policies.common import LLMWrapperBase, LogProbs
@@ -24,11 +24,7 @@ from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tensordict import TensorDictBase
-    from tensordict.utils import NestedKey
-    from torch import Tensor
+    from collections.abc import Callable, Iterator, Sequence
 
 _TOKENS: NestedKey = ("tokens", "full")
 _PROMPTS: NestedKey = ("tokens", "prompt")
@@ -44,8 +40,9 @@ _NOTHING = -1e30
 _STEPS = Counter[str]()
 register_optimizer_step_post_hook(lambda *_: _STEPS.update(["of any optimizer"]))
 
-# Of N token ids [N]: their log-probabilities and the entropies of their positions, float32 [N].
-_Scorer: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+# Log-probabilities of tokens and entropies of their positions, float32 [N], and what finds them.
+_Found: TypeAlias = "tuple[Tensor, Tensor]"
+_Scorer: TypeAlias = "Callable[[Tensor], _Found]"
 
 
 class TrainerPolicy(LLMWrapperBase):
@@ -63,9 +60,8 @@ class TrainerPolicy(LLMWrapperBase):
     A row's first token follows nothing: its log-probability is 0.
 
     Rows may say which tokens could be sampled, in ``("sampling_mask", "response")`` of
-    :class:`vLLMWrapper`, whose columns end where those of the tokens do. There log-probabilities
-    and entropies are of these tokens alone, as the engine's are: for equal weights with top-k,
-    top-p or min-p the ratio is 1.
+    :class:`vLLMWrapper`, whose columns end where those of the tokens do. Log-probabilities and
+    entropies are of these alone: with top-k, top-p or min-p, equal weights have the ratio 1.
 
     A called policy writes ``(log_probs_key, "full")`` into the rows, float32 and 0 on padding.
 
@@ -73,8 +69,7 @@ class TrainerPolicy(LLMWrapperBase):
         model: A causal language model of transformers, also inside PEFT or sharded by FSDP2, where
             every rank must make as many passes: as many rows, ``chunk_tokens`` of ``micro_batch``
             times their longest. Its mode, ``eval`` as ``GRPOLoss`` advises, is left alone.
-        chunk_tokens: Positions whose logits exist at a time; for a vocabulary of 150,000 a chunk of
-            1,024 takes about 2 GiB.
+        chunk_tokens: Positions whose logits exist at a time, 1,024 of 150,000 words in 2 GiB.
         micro_batch: Rows a forward pass, all by default. Activations of one pass exist at a time:
             backward computes those before the last again.
         gradient_checkpointing: Turns on the model's own; transformers does it in train mode only.
@@ -129,7 +124,8 @@ class TrainerPolicy(LLMWrapperBase):
         self.chunk_tokens, self.micro_batch = chunk_tokens, micro_batch
         self.gradient_checkpointing, self.temperature = gradient_checkpointing, temperature
         self.packed, self.log_probs_key = packed, log_probs_key
-        self._ahead: _ScoredAhead | None = None
+        # A pass that the loss of the same rows may take: tokens, what it found, and conditions.
+        self._ahead: tuple[Tensor, TokenDistribution, list[Any]] | None = None
         self.in_keys = [_TOKENS, _ATTENTION]
         self.out_keys = [log_probs_key]
         if gradient_checkpointing:
@@ -141,12 +137,11 @@ class TrainerPolicy(LLMWrapperBase):
 
     @cached_property
     def path(self) -> Literal["head", "logits"]:
-        """The way in which logits are computed, ``"head"`` or ``"logits"``.
+        """By the model without its ``"head"``, which then takes chunks of positions, or not.
 
-        By the model without its head once, then the head on chunks of positions. Or, where the
-        model does more to logits than its head (a soft cap, a scale) or must be called as a whole
-        (FSDP2), of as many rows at a time as have ``chunk_tokens`` columns. Found by a call on two
-        tokens, whose states are replaced by large ones, when the path is first needed.
+        Where the model does more to ``"logits"`` than its head (a soft cap, a scale) or must be
+        called as a whole (FSDP2), it computes as many rows at a time as have ``chunk_tokens``
+        columns. Found by a call on two tokens, whose states are replaced by large ones.
         """
         core: Any = base_model(self.model)
         if not isinstance(core, PreTrainedModel) or is_sharded(core):
@@ -167,7 +162,7 @@ class TrainerPolicy(LLMWrapperBase):
         hook = inner.register_forward_hook(replace)
         try:
             with torch.no_grad():
-                logits = core(input_ids=ids, use_cache=False).logits
+                logits = core(**_input(ids)).logits
                 alone = bool(probes) and torch.allclose(
                     head(probes[-1]).float(), logits.float(), rtol=1e-3, equal_nan=True
                 )
@@ -191,8 +186,7 @@ class TrainerPolicy(LLMWrapperBase):
         half = _PROBE // 2
 
         def last(ids: Tensor, places: Tensor) -> Tensor:
-            given = {"input_ids": ids[None], "position_ids": places[None], "use_cache": False}
-            return self.model(**given).logits[0, -half:].float()
+            return self.model(**_input(ids[None], places[None])).logits[0, -half:].float()
 
         modes = [(one, one.training) for one in self.model.modules()]
         self.model.eval()  # without dropout
@@ -219,7 +213,7 @@ class TrainerPolicy(LLMWrapperBase):
         if kwargs:
             raise UnsupportedArgumentError(f"TrainerPolicy takes rows only, got {sorted(kwargs)}")
         if not tensordict.ndim:
-            return self(lazy_stack([tensordict]))[0]
+            return self(LazyStackedTensorDict(tensordict, stack_dim=0))[0]
         if tensordict.ndim > 1:
             return self(tensordict.reshape(-1)).view(tensordict.shape)
         dist = self._get_generic_dist(tensordict)
@@ -250,9 +244,9 @@ class TrainerPolicy(LLMWrapperBase):
         self._ahead, tokens = None, _padded(rows, _TOKENS)
         with torch.enable_grad():
             dist = self.get_dist(rows, mask_key=_ASSISTANT)
-            found = dist.keep(tokens)
-        self._ahead = _ScoredAhead(tokens, dist, self._conditions())
-        return found.detach()
+            dist.kept = dist.log_prob(tokens)
+        self._ahead = tokens, dist, self._conditions()
+        return dist.kept.detach()
 
     def _conditions(self) -> list[Any]:
         """What must be the same for the same numbers: weights, precision and mode."""
@@ -293,40 +287,33 @@ class TrainerPolicy(LLMWrapperBase):
         answers = columns >= torch.tensor(starts, device=mask.device)[:, None]
         return self._distribution(tensordict, mask.bool() & answers)
 
-    def _get_rlhf_dist(self, tensordict: TensorDictBase, **_: Any) -> TokenDistribution:
-        return self.get_dist(tensordict, mask_key=_ASSISTANT)
-
-    def _get_generic_dist(self, tensordict: TensorDictBase, **_: Any) -> TokenDistribution:
-        return self.get_dist(tensordict, mask_key=_ATTENTION)
+    _get_generic_dist = get_dist
+    _get_rlhf_dist = partialmethod(get_dist, mask_key=_ASSISTANT)  # pyright: ignore[reportAssignmentType]
 
     def _distribution(self, tensordict: TensorDictBase, mask: Tensor) -> TokenDistribution:
         if self.gradient_checkpointing and torch.is_grad_enabled() and not self.model.training:
-            raise UnsupportedArgumentError(
-                "gradient_checkpointing needs a model in train mode, where transformers does it: "
-                "call policy.train()"
-            )
+            needs = "needs a model in train mode, where transformers does it: call policy.train()"
+            raise UnsupportedArgumentError(f"gradient_checkpointing {needs}")
         if self.packed and not self._keeps_rows_apart:
             core: Any = base_model(unwrap(self.model))
-            raise UnsupportedArgumentError(
-                f"packed=True, but {type(core).__name__} does not keep rows apart by positions "
-                f"with attn_implementation={core.config._attn_implementation!r}"
-            )
+            how = f"attn_implementation={core.config._attn_implementation!r}"
+            why = f"{type(core).__name__} does not keep rows apart by positions with {how}"
+            raise UnsupportedArgumentError(f"packed=True, but {why}")
         tokens = _padded(tensordict, _TOKENS)
         attention = _padded(tensordict, _ATTENTION)
         for name, one in {_ATTENTION: attention, "the mask": mask}.items():
             if one.shape != tokens.shape:
-                shapes = f"{_shape(one)}, {_TOKENS} {_shape(tokens)}"
+                shapes = f"{[*one.shape]}, {_TOKENS} {[*tokens.shape]}"
                 raise InvalidPromptError(f"{name} has shape {shapes}")
         mask, ahead = mask.bool() & attention.bool(), self._ahead
         if ahead is not None and torch.is_grad_enabled():
-            self._ahead = None
-            if ahead.is_of(tokens, mask) and ahead.conditions == self._conditions():
-                return ahead.dist
-            del ahead  # and its graph
-        inner: Any = unwrap(self.model)
-        num_tokens = inner.get_input_embeddings().weight.shape[0]
-        longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-        rows = _Rows.of(tokens, attention.bool(), mask, num_tokens, longest)
+            (known, dist, conditions), self._ahead = ahead, None
+            pairs = (tokens, known), (mask, dist.mask)
+            is_same = all(a.device == b.device and torch.equal(a, b) for a, b in pairs)
+            if is_same and conditions == self._conditions():
+                return dist
+            del ahead, dist  # and its graph
+        rows = _Rows.of(tokens, attention.bool(), mask, unwrap(self.model))
         masks = _sampling_masks(tensordict, rows.positions, tokens.shape[1])
         if self.path == "head":
             scorer = partial(self._scores_by_head, self._states(rows), masks)
@@ -339,45 +326,36 @@ class TrainerPolicy(LLMWrapperBase):
         inner: Any = base_model(self.model)
 
         def one(ids: Tensor, predicts: Tensor, *places: Tensor) -> Tensor:
-            given = _input(ids, *places)
-            return inner.base_model(**given, use_cache=False).last_hidden_state[predicts]
+            return inner.base_model(**_input(ids, *places)).last_hidden_state[predicts]
 
         step = self.micro_batch or len(rows.ids)
-        parts = [rows.part(at, step, packed=self.packed)[0] for at in rows.starts(step)]
-        return torch.cat(_each(one, parts))
+        return torch.cat(_each(one, [given for given, _ in rows.parts(step, packed=self.packed)]))
 
-    def _scores_by_head(
-        self, states: Tensor, masks: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _scores_by_head(self, states: Tensor, masks: list[Tensor], targets: Tensor) -> _Found:
         inner: Any = base_model(self.model)
         head = inner.get_output_embeddings()
 
-        def one(states: Tensor, *of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        def one(states: Tensor, *of_tokens: Tensor) -> _Found:
             return _scored(head(states), self.temperature, *of_tokens)
 
-        given = [states, targets] if masks is None else [states, targets, masks]
+        given = [states, targets, *masks]
         chunks = zip(*(one.split(self.chunk_tokens) for one in given), strict=True)
         return _joined(_each(one, list(chunks)))
 
-    def _scores_by_model(
-        self, rows: _Rows, masks: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _scores_by_model(self, rows: _Rows, masks: list[Tensor], targets: Tensor) -> _Found:
         step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
         keeps = self._takes("logits_to_keep")
 
-        def one(
-            of_tokens: tuple[Tensor, ...], ids: Tensor, predicts: Tensor, *places: Tensor
-        ) -> tuple[Tensor, Tensor]:
+        def one(of_tokens: list[Tensor], ids: Tensor, predicts: Tensor, *places: Tensor) -> _Found:
             columns = predicts.any(0).nonzero()[:, 0]
             chosen: Any = {"logits_to_keep": columns} if keeps else {}
-            logits = self.model(**_input(ids, *places), use_cache=False, **chosen).logits
+            logits = self.model(**_input(ids, *places), **chosen).logits
             logits = logits if keeps else logits[:, columns]
             return _scored(logits[predicts[:, columns]], self.temperature, *of_tokens)
 
-        parts = [rows.part(at, step, packed=self.packed) for at in rows.starts(step)]
+        parts = [*rows.parts(step, packed=self.packed)]
         counts = [num for _, num in parts]
-        of_tokens = [targets] if masks is None else [targets, masks]
-        splits = zip(*(one.split(counts) for one in of_tokens), strict=True)
+        splits = zip(*(one.split(counts) for one in (targets, *masks)), strict=True)
         runs = [(own, *given) for (given, _), own in zip(parts, splits, strict=True)]
         return _joined(_each(one, runs))
 
@@ -392,24 +370,18 @@ class TokenDistribution(torch.distributions.Distribution):
         self.mask = mask
         self._tokens, self._positions, self._scorer = tokens, positions, scorer
         self._entropies: dict[bool, Tensor] = {}  # by whether gradients were wanted
-        self._kept: Tensor | None = None  # what log_prob gives next
+        self.kept: Tensor | None = None  # of the rows' own tokens, which log_prob gives once more
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Float32 [B, T] of ids in place of the rows' own, 0 outside the mask and at first."""
         if value.shape != self.mask.shape:
-            raise InvalidPromptError(
-                f"log_prob of tokens of shape {_shape(value)}, rows are {_shape(self.mask)}"
-            )
-        kept, self._kept = self._kept, None
+            told = f"of shape {[*value.shape]}, rows are {[*self.mask.shape]}"
+            raise InvalidPromptError(f"log_prob of tokens {told}")
+        kept, self.kept = self.kept, None
         if kept is not None and torch.equal(value, self._tokens):
             return kept
         log_probs, self._entropies[torch.is_grad_enabled()] = self._scorer(value[self._positions])
         return self._laid_out(log_probs)
-
-    def keep(self, value: Tensor) -> Tensor:
-        """:meth:`log_prob` of the rows' own tokens, which it gives once more, with its graph."""
-        self._kept = self.log_prob(value)
-        return self._kept
 
     def entropy(self) -> Tensor:
         """Float32 [B, T] in nats, 0 where :meth:`log_prob` is by definition."""
@@ -423,19 +395,6 @@ class TokenDistribution(torch.distributions.Distribution):
 
 
 @dataclass(frozen=True, slots=True)
-class _ScoredAhead:
-    """A pass that the loss of these rows may take, while the weights are the same."""
-
-    tokens: Tensor
-    dist: TokenDistribution
-    conditions: list[Any]
-
-    def is_of(self, tokens: Tensor, mask: Tensor) -> bool:
-        pairs = (tokens, self.tokens), (mask, self.dist.mask)
-        return all(a.device == b.device and torch.equal(a, b) for a, b in pairs)
-
-
-@dataclass(frozen=True, slots=True)
 class _Rows:
     """Rows whose tokens start at column 0, and which of them are scored."""
 
@@ -446,11 +405,10 @@ class _Rows:
     counts: list[int]  # of each row, scored tokens
 
     @classmethod
-    def of(
-        cls, tokens: Tensor, attention: Tensor, mask: Tensor, num_tokens: int, longest: int | None
-    ) -> _Rows:
+    def of(cls, tokens: Tensor, attention: Tensor, mask: Tensor, model: Any) -> _Rows:
         if not tokens.numel():
-            raise InvalidPromptError(f"there are no tokens: {_TOKENS!r} has shape {_shape(tokens)}")
+            told = f"{_TOKENS!r} has shape {[*tokens.shape]}"
+            raise InvalidPromptError(f"there are no tokens: {told}")
         attended, order = attention.byte().sort(stable=True, dim=1, descending=True)
         ids = tokens.long().gather(1, order) * attended
         predicts = (mask.gather(1, order) & attended.bool()).roll(-1, 1)
@@ -460,49 +418,43 @@ class _Rows:
         extremes = torch.stack([ids.amin(), ids.amax(), lengths.amax(), asked.amin()])
         # One wait for the device, whatever is asked.
         low, high, length, fewest, *each = torch.cat([extremes, ends, counts]).tolist()
+        num_tokens = model.get_input_embeddings().weight.shape[0]
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if low < 0 or high >= num_tokens:
             row, column = ((ids < 0) | (ids >= num_tokens)).nonzero()[0].tolist()
-            raise InvalidPromptError(
-                f"row {row}: token {int(ids[row, column])} is outside the model's vocabulary of "
-                f"{num_tokens}"
-            )
+            told = f"outside the model's vocabulary of {num_tokens}"
+            raise InvalidPromptError(f"row {row}: token {int(ids[row, column])} is {told}")
         if longest is not None and length > longest:
-            raise InvalidPromptError(
-                f"row {int(lengths.argmax())} has {length} tokens, the model {longest} positions"
-            )
+            told = f"has {length} tokens, the model {longest} positions"
+            raise InvalidPromptError(f"row {int(lengths.argmax())} {told}")
         if not fewest:
             none = (asked == 0).nonzero()[:, 0].tolist()
             raise InvalidPromptError(f"rows without a token to score: {none}")
         positions = (mask & (attention.cumsum(1) > 1)).nonzero(as_tuple=True)
         return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :])
 
-    def starts(self, step: int) -> range:
-        return range(0, len(self.ids), step)
-
-    def part(self, at: int, step: int, *, packed: bool) -> tuple[tuple[Tensor, ...], int]:
-        """Token ids and what they predict of some rows, without columns that none needs.
-
-        Packed ones are one row, without what any of them does not need, and have their positions.
-        """
-        some = slice(at, at + step)
-        ends = [max(one, 1) for one in self.ends[some]]
-        width, num = max(ends), sum(self.counts[some])
-        given = self.ids[some, :width], self.predicts[some, :width]
-        if packed:
-            columns = torch.arange(width, device=self.ids.device).expand_as(given[0])
-            needed = columns < torch.tensor(ends, device=columns.device)[:, None]
-            given = tuple(one[needed][None] for one in (*given, columns))
-        return given, num
+    def parts(self, step: int, *, packed: bool) -> Iterator[tuple[tuple[Tensor, ...], int]]:
+        """Ids and what they predict, without unneeded columns; packed, one row and positions."""
+        for at in range(0, len(self.ids), step):
+            some = slice(at, at + step)
+            ends = [max(one, 1) for one in self.ends[some]]
+            given = self.ids[some, : max(ends)], self.predicts[some, : max(ends)]
+            if packed:
+                columns = torch.arange(max(ends), device=self.ids.device).expand_as(given[0])
+                needed = columns < torch.tensor(ends, device=columns.device)[:, None]
+                given = tuple(one[needed][None] for one in (*given, columns))
+            yield given, sum(self.counts[some])
 
 
-def _input(ids: Tensor, *places: Tensor) -> dict[str, Tensor]:
+def _input(ids: Tensor, *places: Tensor) -> dict[str, Any]:
     """What a model is called with: positions of packed rows, and of others its own."""
-    return {"input_ids": ids, **({"position_ids": places[0]} if places else {})}
+    positions = {"position_ids": places[0]} if places else {}
+    return {"input_ids": ids, "use_cache": False, **positions}
 
 
 def _scored(
     logits: Tensor, temperature: float, targets: Tensor, masks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> _Found:
     """Log-probabilities of tokens [N] and entropies from logits [N, V], masked by ids [N, K]."""
     if masks is None:
         return _Scores.apply(logits, targets, temperature)
@@ -528,9 +480,7 @@ class _Scores(torch.autograd.Function):
     """Log-probabilities of tokens and entropies from logits [N, V], in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> _Found:
         scaled = logits if temperature == 1 else logits.float() / temperature
         log_p = scaled.log_softmax(-1, dtype=torch.float32)
         entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
@@ -565,7 +515,7 @@ def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any
     return [*(again(*part) for part in parts[:-1]), run(*parts[-1])]
 
 
-def _joined(scores: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(scores: list[_Found]) -> _Found:
     log_probs, entropies = zip(*scores, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)
 
@@ -578,28 +528,19 @@ def _padded(tensordict: Any, key: NestedKey) -> Tensor:
         there = ", ".join(sorted(map(str, tensordict.keys(True, True))))
         raise InvalidPromptError(f"rows have no {key!r}; they have {there}")
     if value.ndim != 2:
-        raise InvalidPromptError(f"{key!r} must be of shape [B, T], got {_shape(value)}")
+        raise InvalidPromptError(f"{key!r} must be of shape [B, T], got {[*value.shape]}")
     return value
 
 
-def _sampling_masks(
-    tensordict: Any, positions: tuple[Tensor, ...], num_columns: int
-) -> Tensor | None:
+def _sampling_masks(tensordict: Any, positions: tuple[Tensor, ...], width: int) -> list[Tensor]:
     """The tokens [N, K] that could be sampled at some positions, if rows tell of any."""
-    if isinstance(tensordict, LazyStackedTensorDict):
-        each = tensordict.get(SAMPLING_MASK, None, as_list=True)
-        if not each:
-            return None
-        longest = max(map(len, each))
-        padded = [pad(one, (0, 0, longest - len(one), 0), value=NO_TOKEN) for one in each]
-        masks = torch.stack(padded)
-    else:
-        masks = tensordict.get(SAMPLING_MASK, None)
+    layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": NO_TOKEN}
+    masks = tensordict.get(SAMPLING_MASK, None, **layout)
     if masks is None:
-        return None
+        return []
     rows, columns = positions
-    columns = columns - (num_columns - masks.shape[1])
-    return masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, NO_TOKEN)
+    columns = columns - (width - masks.shape[1])
+    return [masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, NO_TOKEN)]
 
 
 def _lengths(tensordict: Any) -> list[int]:
@@ -610,7 +551,3 @@ def _entry(log_probs: Tensor) -> LogProbs:
     """What TorchRL's wrapper writes, of one row or of all."""
     values = TensorDict({"full": log_probs, "padded": MetaData(log_probs.ndim > 1)})
     return LogProbs._from_tensordict(values.auto_batch_size_(log_probs.ndim - 1))
-
-
-def _shape(value: Tensor) -> list[int]:
-    return list(value.shape)
