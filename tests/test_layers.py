@@ -10,8 +10,7 @@ PACKAGE = "torchrl_vllm_sync"
 SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
 ROOMS = (
-    "replica errors ray_errors checks versions testing weights routing requests engine observe "
-    "service rl cli"
+    "replica errors checks versions testing weights routing requests engine observe service rl cli"
 )
 
 

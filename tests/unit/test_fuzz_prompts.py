@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
-from torchrl_vllm_sync.routing.placer import as_keys, key_per_prompt
+from torchrl_vllm_sync.routing.balancer import as_keys, key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 
 MAX_LEN, VOCAB_SIZE = 6, 300

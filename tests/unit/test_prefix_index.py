@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from torchrl_vllm_sync.errors import InvalidPromptError
-from torchrl_vllm_sync.routing.prefix_index import (
+from torchrl_vllm_sync.routing.strategies import (
     INDEX_BLOCK_TOKENS,
     PrefixIndex,
     PromptChain,
@@ -102,7 +102,7 @@ def test_ids_that_are_none_are_refused(prompt):
 
 
 _DIGESTS = """
-from torchrl_vllm_sync.routing.prefix_index import PromptChain
+from torchrl_vllm_sync.routing.strategies import PromptChain
 for prompt in ("a text " * 9, [1, 2, 3] * 9, [2**31 - 1, -5]):
     for salt in (None, "", "salt"):
         chain = PromptChain(prompt, 4, salt)

@@ -19,7 +19,7 @@ from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader
-from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
+from torchrl_vllm_sync.routing.strategies import PrefixIndex
 from torchrl_vllm_sync.service import requests
 
 SERVING = ReplicaState.SERVING

@@ -17,8 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.engine.gate import AdmissionGate, RunningRequest, SpanChecker
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, PackedResults, as_dicts
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
 
 if TYPE_CHECKING:

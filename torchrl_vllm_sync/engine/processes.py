@@ -16,8 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.ray_errors import is_gone
+from torchrl_vllm_sync.errors import SyncError, is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses, process_began
 
 END_TIMEOUT_S = 30.0

@@ -30,7 +30,7 @@ from torchrl_vllm_sync.errors import (
     UncorrectableSamplingError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.requests.columns import listed_tokens, sampled_log_probs
+from torchrl_vllm_sync.requests.messages import listed_tokens, sampled_log_probs
 from torchrl_vllm_sync.rl import guards, keys, turns
 from torchrl_vllm_sync.rl.texts import Texts, objects
 from torchrl_vllm_sync.service.service import AsyncVLLM

@@ -16,6 +16,7 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.checks import check_positive
+from torchrl_vllm_sync.errors import loss
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
 
 if TYPE_CHECKING:
@@ -228,8 +229,6 @@ class LoadMonitor:
 
     def _take_answers(self, asks: dict[str, _Ask]) -> None:
         from ray.exceptions import RayError
-
-        from torchrl_vllm_sync.ray_errors import loss
 
         for replica_id, ask in list(asks.items()):
             if not all(future.done() for future in ask.futures):

@@ -20,9 +20,8 @@ import ray.util
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
+from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError, loss
 from torchrl_vllm_sync.observe.status import ServiceStatus, StatusLog
-from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
     EngineReport,

@@ -20,12 +20,12 @@ from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     RequestLostError,
     UnsupportedArgumentError,
+    loss,
 )
-from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
-from torchrl_vllm_sync.routing.placer import key_per_prompt
+from torchrl_vllm_sync.routing.balancer import key_per_prompt
 from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from torchrl_vllm_sync.requests.dispatch import Reserve
-    from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
-    from torchrl_vllm_sync.routing.placer import RequestKey
+    from torchrl_vllm_sync.routing.balancer import LoadBalancer, RequestKey, Reservation
     from torchrl_vllm_sync.service.replicas import Replicas
     from torchrl_vllm_sync.versions import VersionSpan
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.routing.placer import RequestKey
+    from torchrl_vllm_sync.routing.balancer import RequestKey
     from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
