@@ -11,8 +11,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED
 from torchrl_vllm_sync.errors import ReplicaUnavailableError
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests.messages import SampleReport
-from torchrl_vllm_sync.versions import slice_spans, spans_from_starts
+from torchrl_vllm_sync.requests.messages import SampleReport, slice_spans, spans_from_starts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
-    from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineRequest
-    from torchrl_vllm_sync.versions import VersionSpan
+    from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineRequest, VersionSpan
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torchrl_vllm_sync.requests.messages import BegunAnswer
-    from torchrl_vllm_sync.versions import VersionSpan
+    from torchrl_vllm_sync.requests.messages import BegunAnswer, VersionSpan
 
 # vLLM's label for weights without one: those of the launch.
 UNLABELLED = "default"

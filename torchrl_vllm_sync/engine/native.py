@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.checks import Deadline, check_seconds
+from torchrl_vllm_sync.checks import MAX_VERSION, Deadline, check_seconds
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import (
     SHORT_TIMEOUT_S,
@@ -21,7 +21,6 @@ from torchrl_vllm_sync.engine.updates import (
     raise_failures,
 )
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.transport import check_mode
 
 if TYPE_CHECKING:

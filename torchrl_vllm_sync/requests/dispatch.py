@@ -14,19 +14,10 @@ from ray.exceptions import RayError
 
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineResult
-from torchrl_vllm_sync.versions import spans_from_starts
+from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineResult, spans_from_starts
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        Awaitable,
-        Callable,
-        Collection,
-        Iterable,
-        Iterator,
-        Sequence,
-    )
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.requests.messages import EngineRequest
@@ -114,12 +105,11 @@ def unsound_settings(request: EngineRequest) -> list[str]:
     """Returns what makes it unsound to go on with an answer to a request; empty if nothing does."""
     from vllm import SamplingParams
 
-    params, default = request.sampling_params, SamplingParams()
-    found = [
-        name
-        for name in SamplingParams.__struct_fields__
-        if name not in _SOUND_SETTINGS and not _equal(getattr(params, name), getattr(default, name))
-    ]
+    default, found = SamplingParams(), list[str]()
+    for name in (one for one in SamplingParams.__struct_fields__ if one not in _SOUND_SETTINGS):
+        value, usual = getattr(request.sampling_params, name), getattr(default, name)
+        if type(value) is not type(usual) or value != usual:
+            found.append(name)
     return found + [name for name in request.prompt if name not in _SOUND_ENTRIES]
 
 
@@ -207,10 +197,6 @@ class AnswerSoFar:
             queue_s=report.queue_s,
             prefill_s=report.prefill_s,
         )
-
-
-def _equal(value: object, default: object) -> bool:
-    return type(value) is type(default) and bool(value == default)
 
 
 class Loss(NamedTuple):
@@ -586,7 +572,7 @@ class Dispatcher:
         except (RayError, TimeoutError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
 
-    async def _end_former(self, actor: Any, pending: Iterable[PendingRequest]) -> None:
+    async def _end_former(self, actor: Any, pending: Sequence[PendingRequest]) -> None:
         """Aborts what an actor that was out of reach may still do for requests it gets again."""
         losses = [loss for one in pending for loss in one.losses]
         if left := [one.abort_id for one in losses if one.error.may_return and one.actor == actor]:
@@ -613,7 +599,7 @@ def _from_any_thread(callback: Callable[[], object]) -> Callable[[], None]:
     return call
 
 
-def _find(replicas: Iterable[Replica], replica_id: str) -> Replica | None:
+def _find(replicas: Sequence[Replica], replica_id: str) -> Replica | None:
     """A replica, or ``None`` if it was removed or the service shut down."""
     return next((one for one in replicas if one.replica_id == replica_id), None)
 

@@ -7,20 +7,91 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchrl_vllm_sync.versions import VersionSpan, max_version, min_version
+from torchrl_vllm_sync.errors import VersionSpanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm import RequestOutput
+
+
+class VersionSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a response were sampled by ``version``.
+
+    The spans of a response are in order, leave no gaps, and neighbours differ in version; an empty
+    response has none. Version 0 is what the engine was launched with.
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+def spans_from_starts(
+    starts: Iterable[tuple[int, int]], num_tokens: int
+) -> tuple[VersionSpan, ...]:
+    """Builds spans from where each version began, without empty ones, equal neighbours merged."""
+    spans, known = list[VersionSpan](), list(starts)
+    if num_tokens and not known:
+        raise VersionSpanError(f"{num_tokens} tokens must have a version, got none")
+    if any(later < earlier for (_, earlier), (_, later) in pairwise(known)):
+        raise VersionSpanError(f"versions must begin one after the other, got {known}")
+    if len(known) == 1 and num_tokens:
+        return (VersionSpan(known[0][0], 0, num_tokens),)
+    begin = 0
+    for (version, _), (_, limit) in pairwise([*known, (0, num_tokens)]):
+        end = min(limit, num_tokens)
+        if end == begin:
+            continue
+        if spans and spans[-1].version == version:
+            spans[-1] = spans[-1]._replace(end=end)
+        else:
+            spans.append(VersionSpan(version, begin, end))
+        begin = end
+    return tuple(spans)
+
+
+def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """Returns the spans of tokens ``[start, end)``, counted from ``start``."""
+    return tuple(
+        VersionSpan(one.version, max(one.start, start) - start, min(one.end, end) - start)
+        for one in spans
+        if max(one.start, start) < min(one.end, end)
+    )
+
+
+def expand_spans(spans: Iterable[VersionSpan]) -> list[int]:
+    """Returns the version of each token, in order.
+
+    Args:
+        spans: Spans of one response.
+    """
+    return [one.version for one in spans for _ in range(one.end - one.start)]
+
+
+def min_version(spans: Iterable[VersionSpan], *, default: int) -> int:
+    """Returns the oldest version, or ``default`` where no token was sampled.
+
+    Args:
+        spans, default: Spans of one response, and the version of one without tokens.
+    """
+    return min((one.version for one in spans), default=default)
+
+
+def max_version(spans: Iterable[VersionSpan], *, default: int) -> int:
+    """Returns the newest version, or ``default`` where no token was sampled.
+
+    Args:
+        spans, default: Spans of one response, and the version of one without tokens.
+    """
+    return max((one.version for one in spans), default=default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +175,16 @@ def marks(samples: Sequence[SampleReport], *, replica_id: str, version: int) -> 
 _INTEGERS = [(name, np.iinfo(name)) for name in ("<u1", "<i1", "<u2", "<i4", "<i8")]
 
 
-class Column(ABC):
+class Column:
     """One value for each of many rows; ``column[at]`` makes one again, equal in value and type."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    num_rows: int
 
-    @abstractmethod
-    def __getitem__(self, at: int) -> Any: ...
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, at: int) -> Any:
+        raise NotImplementedError
 
     def between(self, begin: int, end: int) -> list[Any]:
         return [self[at] for at in range(begin, end)]
@@ -126,10 +199,7 @@ class _Plain(Column):
     """Values that have no other form."""
 
     def __init__(self, values: list[Any]) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
+        self.values, self.num_rows = values, len(values)
 
     def __getitem__(self, at: int) -> Any:
         value = self.values[at]
@@ -142,9 +212,6 @@ class _Same(Column):
     def __init__(self, value: Any, num_rows: int) -> None:
         self.value, self.num_rows = value, num_rows
 
-    def __len__(self) -> int:
-        return self.num_rows
-
     def __getitem__(self, at: int) -> Any:
         return self.value
 
@@ -153,7 +220,7 @@ class _Numbers(Column):
     """Plain integers or floats. Bytes, as Ray would keep an array's store entry alive."""
 
     def __init__(self, numbers: np.ndarray) -> None:
-        self.dtype, self.data = numbers.dtype.str, numbers.tobytes()
+        self.dtype, self.data, self.num_rows = numbers.dtype.str, numbers.tobytes(), len(numbers)
 
     @cached_property
     def all(self) -> np.ndarray:
@@ -162,9 +229,6 @@ class _Numbers(Column):
     @cached_property
     def _values(self) -> list[Any]:
         return self.all.tolist()
-
-    def __len__(self) -> int:
-        return len(self.all)
 
     def __getitem__(self, at: int) -> Any:
         return self._values[at]
@@ -177,16 +241,13 @@ class _Lists(Column):
     """Lists, or tuples, named ones too, as one column of all their items."""
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
-        self.kind = kind
+        self.kind, self.num_rows = kind, len(values)
         self.lengths = pack([len(one) for one in values])
         self.items = pack(list(chain.from_iterable(values)))
 
     @cached_property
     def _ends(self) -> list[int]:
         return [*accumulate(self.lengths.between(0, len(self)), initial=0)]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def bounds(self, at: int) -> tuple[int, int]:
         """Where the items of a row begin and end."""
@@ -208,9 +269,6 @@ class _Records(Column):
     def __init__(self, kind: type, rows: list[dict[str, Any]]) -> None:
         self.kind, self.num_rows = kind, len(rows)
         self.fields = {name: pack([row[name] for row in rows]) for name in rows[0]}
-
-    def __len__(self) -> int:
-        return self.num_rows
 
     def __getitem__(self, at: int) -> Any:
         return self.make(at)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import set_list_to_stack
 
-from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 from torchrl_vllm_sync.rl.keys import NO_VERSION
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
@@ -127,7 +127,7 @@ class Evaluator:
             VersionSpanError: The replica has taken other weights by itself, from a folder that it
                 follows.
         """
-        check_wait("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, or_zero=True)
         if (running := self._running) is None:
             raise UnsupportedArgumentError("result() must follow start()")
         running.exception(timeout_s)

@@ -14,11 +14,10 @@ from torch import nn
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
-from torchrl_vllm_sync.checks import check_integer, check_positive
+from torchrl_vllm_sync.checks import check_integer, check_positive, check_version
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.keys import MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
 from torchrl_vllm_sync.rl.updater import WeightUpdater
-from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

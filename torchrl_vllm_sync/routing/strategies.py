@@ -39,10 +39,7 @@ class PromptChain:
     __slots__ = ("_rest", "block_tokens", "digests", "num_blocks", "num_tokens")
 
     def __init__(
-        self,
-        prompt: str | Sequence[int] | np.ndarray,
-        block_tokens: int,
-        salt: str | None = None,
+        self, prompt: str | Sequence[int] | np.ndarray, block_tokens: int, salt: str | None = None
     ) -> None:
         if isinstance(prompt, str):
             seed, data = _TEXT, prompt.encode("utf-8", "surrogatepass")
@@ -52,10 +49,6 @@ class PromptChain:
             seed = xxhash.xxh3_64_intdigest(salt.encode("utf-8", "surrogatepass"), seed)
         self.block_tokens = block_tokens
         self._chain([], seed, data)
-
-    @property
-    def whole(self) -> int:
-        return self.digests[-1]
 
     def followed_by(self, ids: Sequence[int] | np.ndarray) -> PromptChain:
         """The chain of this prompt with ``ids`` behind it; digests no block again."""
@@ -388,7 +381,7 @@ class PrefixAware:
         equals = [at for at, cost in costs.items() if cost == least]
         if len(equals) == 1:
             return equals[0]
-        key = chain.whole.to_bytes(8, "little")
+        key = chain.digests[-1].to_bytes(8, "little")
         weigh = xxhash.xxh3_64_intdigest
         return max(equals, key=lambda at: weigh(key + snapshots[at].replica_id.encode()))
 

@@ -197,11 +197,7 @@ class AsyncVLLM(RLvLLMEngine):
         self._set_up(settings)
 
     def _set_up(
-        self,
-        settings: ServiceSettings,
-        membership: Membership | None = None,
-        *,
-        is_copy: bool = False,
+        self, settings: ServiceSettings, membership: Membership | None = None, is_copy: bool = False
     ) -> None:
         """Makes the parts, which belong to this process alone; with a membership they run."""
         self.replicas = Replicas(settings, membership, is_copy=is_copy)
@@ -778,7 +774,7 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             NoReplicaAvailableError: Fewer serve after that time; it says what each is.
         """
-        checks.check_wait("timeout_s", timeout_s)
+        checks.check_seconds("timeout_s", timeout_s, or_zero=True)
         if num_replicas is not None:
             checks.check_integer("num_replicas", num_replicas, 0)
 
@@ -811,10 +807,7 @@ class AsyncVLLM(RLvLLMEngine):
         )
 
     def dashboard(
-        self,
-        port: int = 0,
-        host: str = "127.0.0.1",
-        history: str | os.PathLike[str] | None = None,
+        self, port: int = 0, host: str = "127.0.0.1", history: str | os.PathLike[str] | None = None
     ) -> Dashboard:
         """Returns the server of a page that shows the service, until this process lets it go.
 
@@ -946,15 +939,6 @@ def make_async_vllm_engine(
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
     """
-    return AsyncVLLM.from_pretrained(
-        model_name,
-        num_devices,
-        num_replicas,
-        verbose,
-        compile,
-        enable_fp32_output,
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=data_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        **kwargs,
-    )
+    given = locals()
+    given |= given.pop("kwargs")
+    return AsyncVLLM.from_pretrained(**given)
