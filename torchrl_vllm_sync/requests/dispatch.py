@@ -337,7 +337,6 @@ class Dispatcher:
         replicas: Callable[[], Sequence[Replica]],
         load: LoadTracker,
         recovers: Callable[[], bool] = lambda: False,
-        *,
         on_retry: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._replicas, self._load, self._recovers = replicas, load, recovers

@@ -123,10 +123,6 @@ class LoadMonitor:
         self._stop: Future[None] = Future()
         self._warned: set[str] = set()
 
-    @property
-    def is_running(self) -> bool:
-        return self._started_in == os.getpid() and bool(self._thread and self._thread.is_alive())
-
     def start(self) -> None:
         """Starts the thread, unless it was started in this process and not stopped since."""
         with self._lock:

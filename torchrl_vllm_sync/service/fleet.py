@@ -363,10 +363,9 @@ class Fleet:
 
     def _require_open(self) -> Membership:
         """Returns the membership; raises once the fleet was closed."""
-        membership = self._replicas.membership
-        if not self.is_open or membership is None:
+        if not self.is_open:
             raise errors.ServiceClosedError(f"service {self._replicas.service_name} was shut down")
-        return membership
+        return self._replicas.require()
 
     def _member(self, replica_id: str) -> Member:
         if (member := self._require_open().find(replica_id)) is None:

@@ -123,9 +123,7 @@ class Requests:
         self._replicas, self._balancer = replicas, balancer
         self.counts = RequestCounts()  # of this process
         on_retry = functools.partial(self.counts.add, RETRIED)
-        self._dispatcher = Dispatcher(
-            replicas.answering, replicas.load, recovers, on_retry=on_retry
-        )
+        self._dispatcher = Dispatcher(replicas.answering, replicas.load, recovers, on_retry)
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()

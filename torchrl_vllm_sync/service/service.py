@@ -64,16 +64,15 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
-if TYPE_CHECKING:
     Batch = Sequence[Prompt] | None
     Params = SamplingParams | Sequence[SamplingParams] | None
     One = GenerateOptions[list[int], bool]
     Many = GenerateOptions[list[list[int]], Literal[False]]
     ManyOrErrors = GenerateOptions[list[list[int]], bool]
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def of_part(
