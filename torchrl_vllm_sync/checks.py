@@ -45,8 +45,8 @@ def check_positive(name: str, value: object) -> None:
 
 def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
     """Refuses what is no finite number greater than 0, or from 0 on."""
-    is_finite = isinstance(value, int | float) and value < math.inf
-    if not (is_finite and (value >= 0 if or_zero else value > 0)):
+    is_number = isinstance(value, int | float)
+    if not (is_number and (0 < value < math.inf or (or_zero and value == 0))):
         wanted = "from 0 on" if or_zero else "greater than 0"
         raise UnsupportedArgumentError(f"{name} must be a finite number {wanted}, got {value!r}")
 
