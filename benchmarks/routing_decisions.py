@@ -29,7 +29,7 @@ from benchmarks.record import Recorder
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
+from torchrl_vllm_sync.routing.strategies import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

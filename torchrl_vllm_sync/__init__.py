@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import LoadReport as LoadReport
     from torchrl_vllm_sync.replica import PushReport as PushReport
     from torchrl_vllm_sync.replica import ReplicaState as ReplicaState
+    from torchrl_vllm_sync.requests.messages import VersionSpan as VersionSpan
+    from torchrl_vllm_sync.requests.messages import expand_spans as expand_spans
+    from torchrl_vllm_sync.requests.messages import max_version as max_version
+    from torchrl_vllm_sync.requests.messages import min_version as min_version
     from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
@@ -60,10 +64,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.service import AsyncVLLM as AsyncVLLM
     from torchrl_vllm_sync.service.service import attach as attach
     from torchrl_vllm_sync.service.service import make_async_vllm_engine as make_async_vllm_engine
-    from torchrl_vllm_sync.versions import VersionSpan as VersionSpan
-    from torchrl_vllm_sync.versions import expand_spans as expand_spans
-    from torchrl_vllm_sync.versions import max_version as max_version
-    from torchrl_vllm_sync.versions import min_version as min_version
     from torchrl_vllm_sync.weights.audit import AuditReport as AuditReport
     from torchrl_vllm_sync.weights.audit import WeightDifference as WeightDifference
     from torchrl_vllm_sync.weights.auto import AutoTransport as AutoTransport

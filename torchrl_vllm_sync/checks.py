@@ -43,17 +43,25 @@ def check_positive(name: str, value: object) -> None:
         raise UnsupportedArgumentError(f"{name} must be greater than 0, got {value!r}")
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Refuses what is no finite number greater than 0."""
-    if not (isinstance(value, int | float) and 0 < value < math.inf):
-        wanted = "a finite number greater than 0"
-        raise UnsupportedArgumentError(f"{name} must be {wanted}, got {value!r}")
+def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
+    """Refuses what is no finite number greater than 0, or from 0 on."""
+    is_number = isinstance(value, int | float)
+    if not (is_number and (0 < value < math.inf or (or_zero and value == 0))):
+        wanted = "from 0 on" if or_zero else "greater than 0"
+        raise UnsupportedArgumentError(f"{name} must be a finite number {wanted}, got {value!r}")
 
 
-def check_wait(name: str, value: object) -> None:
-    """Refuses what is no time to wait: a finite number from 0 on."""
-    if not (isinstance(value, int | float) and 0 <= value < math.inf):
-        raise UnsupportedArgumentError(f"{name} must be a finite number from 0 on, got {value!r}")
+# What the int64 stamps on rows can hold.
+MAX_VERSION = 2**63 - 1
+
+
+def check_version(name: str, version: object) -> None:
+    """Refuses what is no policy version."""
+    if type(version) is bool or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
+        raise UnsupportedArgumentError(
+            f"{name} must be a policy version, an integer from 0 on below 2**63, "
+            f"got {shown(version)}"
+        )
 
 
 class _Short(reprlib.Repr):
@@ -99,13 +107,9 @@ class Deadline:
     def passed(self) -> bool:
         return self._clock() >= self.at
 
-    def min(self, timeout_s: float) -> Deadline:
-        """Returns the earlier of this one and ``timeout_s`` seconds from now."""
-        return Deadline(min(timeout_s, self.at - self._clock()), clock=self._clock)
-
     def shorten(self, timeout_s: float) -> None:
         """Moves this one forward to ``timeout_s`` seconds from now, unless it is earlier."""
-        self.at = self.min(timeout_s).at
+        self.at = min(self.at, self._clock() + timeout_s)
 
 
 T = TypeVar("T")

@@ -201,7 +201,7 @@ def test_the_wrapper_finds_the_conversations_of_an_environment(service, counted)
             assert all(len(set(conversation)) == 1 for conversation in replicas)
             cached = rows["generation", "num_cached_tokens"]
             assert (cached[:, 1:] > 0).all()
-    assert len(service.requests.balancer._placer.sessions) == 7  # the first episode's are released
+    assert len(service.requests.balancer.sessions) == 7  # the first episode's are released
 
 
 def test_a_wrapper_told_not_to_leaves_rows_to_the_strategy(service):
@@ -210,7 +210,7 @@ def test_a_wrapper_told_not_to_leaves_rows_to_the_strategy(service):
         policy = make_policy(service).get_new_version(find_sessions=False)
         rows = make_env(7).rollout(TURNS, policy)
     assert all(len(set(one)) == 2 for one in rows["generation", "replica_id"])
-    assert len(service.requests.balancer._placer.sessions) == 0
+    assert len(service.requests.balancer.sessions) == 0
 
 
 def test_conversations_of_a_pool_stay_though_their_turns_mix(service):

@@ -1,7 +1,7 @@
 """A check of version spans that tests make of every answer."""
 
 from torchrl_vllm_sync.errors import VersionSpanError
-from torchrl_vllm_sync.versions import spans_from_starts
+from torchrl_vllm_sync.requests.messages import spans_from_starts
 
 
 def check_spans(spans, num_tokens):

@@ -182,7 +182,7 @@ def test_own_actors_reports_are_taken_and_a_restarted_actor_is_asked_anew(fake_e
     assert tracker.snapshots()[0].num_running == 8
     monitor.stop()
     monitor.stop()
-    assert not monitor.is_running
+    assert monitor._thread is None
 
 
 def test_copy_in_another_process_has_a_monitor_of_its_own(fake_engine, balancer_of):
@@ -273,6 +273,6 @@ def test_ray_is_not_shut_down_in_the_middle_of_a_question():
     assert begun.wait(10)
     ray.shutdown()
     assert connected == [True]
-    eventually(lambda: not monitor.is_running)
+    eventually(lambda: not monitor._thread.is_alive())
     with staying_connected() as is_connected:
         assert not is_connected

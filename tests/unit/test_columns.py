@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts, sampled_log_probs
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.messages import (
+    EngineRequest,
+    EngineResult,
+    PackedResults,
+    as_dicts,
+    sampled_log_probs,
+)
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

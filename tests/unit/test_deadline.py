@@ -30,8 +30,11 @@ def test_what_is_left_shrinks_to_nothing_and_not_below(clock):
 
 def test_a_part_ends_with_the_whole_at_the_latest(clock):
     deadline = Deadline(5.0, clock=clock)
-    assert deadline.min(3.0).at == 103.0
-    assert deadline.min(30.0).at == 105.0
+    deadline.shorten(30.0)
+    assert deadline.at == 105.0
+    deadline.shorten(3.0)
+    assert deadline.at == 103.0
     clock.now = 110.0
-    assert deadline.min(3.0).at == 105.0
-    assert deadline.min(3.0).passed
+    deadline.shorten(3.0)
+    assert deadline.at == 103.0
+    assert deadline.passed

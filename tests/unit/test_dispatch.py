@@ -17,8 +17,7 @@ from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
 )
 from torchrl_vllm_sync.requests import dispatch
-from torchrl_vllm_sync.requests.messages import EngineResult, SampleReport
-from torchrl_vllm_sync.versions import VersionSpan
+from torchrl_vllm_sync.requests.messages import EngineResult, SampleReport, VersionSpan
 
 
 async def test_results_come_in_order_with_one_call_a_replica():
@@ -217,7 +216,7 @@ async def test_a_cache_is_noted_under_the_oldest_version_that_sampled_an_answer(
 
     rig = Rig(FakeActor("a", answer=answered), strategy="prefix-aware")
     await rig.run(make_requests(1))
-    index = rig.balancer._placer._index
+    index = rig.balancer._index
     for answer in ([5, 6], [7, 8]):
         whole = index.chain([1, 2, *answer])
         assert [index.cached_tokens(whole, "a", version) for version in (3, 4)] == [4, 0]
@@ -237,7 +236,7 @@ async def test_only_a_stream_whose_last_output_is_whole_tells_how_long_answers_a
     if params.get("delta"):
         request.sampling_params.output_kind = RequestOutputKind.DELTA
     assert len([one async for one in rig.stream(request)]) == 3
-    assert rig.balancer._placer.mean_output == mean
+    assert rig.balancer.mean_output == mean
     assert rig.load.total_in_flight == 0
 
 

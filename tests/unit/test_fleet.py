@@ -44,7 +44,7 @@ def load():
 def newest_for_0(load, committed=0):
     pusher = Pusher(committed)
     fleet = Fleet(replicas_of(load=load), pusher)
-    return fleet._newest_version(["0"])
+    return fleet._newest(["0"])[0]
 
 
 def told(load, replica_id, state, version):
@@ -83,7 +83,6 @@ class Rig:
     def __init__(self, monkeypatch):
         self.load, self.pusher = LoadTracker(["0", "1"], state=SERVING), Pusher()
         self.replicas = replicas_of([member(one, f"actor {one}") for one in "01"], load=self.load)
-        self.membership = self.replicas.membership
         self.fleet = Fleet(self.replicas, self.pusher)
         self.fleet.supervises = True
         self.calls, self.during, self.closed, self.ended = [], {}, [], []
@@ -92,6 +91,10 @@ class Rig:
         monkeypatch.setattr(fleet_module, "close_members", self.close)
         monkeypatch.setattr(self.fleet, "_end", lambda one: self.ended.append(one.actor))
         monkeypatch.setattr(fleet_module, "launch_replicas", self.launch)
+
+    @property
+    def membership(self):
+        return self.replicas.membership
 
     def start(self, method, calls, *, among=None):
         current = self.replicas.current() if among is None else among
@@ -131,7 +134,7 @@ def test_who_is_restarted_while_it_is_removed_is_ended_as_what_it_is_then(rig):
 
 
 def test_who_is_removed_twice_at_once_is_ended_once_and_with_it_the_others(rig):
-    rig.membership.put(member("2", "actor 2"))
+    rig.replicas.put(member("2", "actor 2"))
     rig.load.add("2", SERVING)
     rig.during["drain"] = lambda: rig.fleet.remove_replicas(["2"], drain_timeout_s=0)
     rig.fleet.remove_replicas(["1", "2"], drain_timeout_s=0)
@@ -150,7 +153,7 @@ def test_those_who_leave_at_once_leave_one_behind(rig):
 
 
 def test_those_who_are_leaving_are_not_counted_again(rig):
-    rig.membership.put(member("2", "actor 2"))
+    rig.replicas.put(member("2", "actor 2"))
     rig.load.add("2", SERVING)
     rig.during["drain"] = lambda: rig.fleet.remove_replicas(1, drain_timeout_s=0)
     rig.fleet.remove_replicas(1, drain_timeout_s=0)
@@ -178,7 +181,7 @@ def test_who_is_waited_for_until_the_user_interrupts_stays(rig):
 
 
 def test_who_is_removed_by_another_thread_is_not_waited_for(rig):
-    rig.membership.put(member("2", "actor 2"))
+    rig.replicas.put(member("2", "actor 2"))
     rig.load.add("2", SERVING)
     rig.during["report"] = lambda: rig.fleet.remove_replicas(["2"], drain_timeout_s=0)
     assert rig.fleet.remove_replicas(["1", "2"]) == ["1", "2"]
@@ -201,7 +204,7 @@ def test_who_cannot_leave_for_a_push_that_never_ends_stays(rig, monkeypatch):
 def test_nothing_is_started_for_who_was_removed_or_for_a_service_that_is_over(rig, monkeypatch):
     launched = []
     monkeypatch.setattr(fleet_module, "launch_replicas", lambda *_, **__: launched.append(1))
-    monkeypatch.setattr(rig.fleet, "_end", lambda _: rig.membership.remove("1"))
+    monkeypatch.setattr(rig.fleet, "_end", lambda _: rig.replicas.put(without="1"))
     with pytest.raises(KeyError):
         rig.fleet.restart("1")
     monkeypatch.setattr(rig.fleet, "_end", lambda _: rig.fleet.close())
@@ -268,7 +271,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(rig, call, words):
 
 def test_what_others_restart_takes_no_requests_meanwhile(rig):
     newer = Membership([member("0", "actor 0"), member("1", "x", joined=False)], epoch=9)
-    rig.replicas._follow(rig.membership, newer)
+    rig.replicas._follow(newer)
     assert [one.state for one in rig.load.snapshots()] == [SERVING, STARTING]
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from torchrl_vllm_sync.checks import check_version
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.prompts import as_requests, check_sampling_params
-from torchrl_vllm_sync.routing.placer import as_keys, key_per_prompt
-from torchrl_vllm_sync.versions import check_version
+from torchrl_vllm_sync.routing.balancer import as_keys, key_per_prompt
 
 MAX_LEN, VOCAB_SIZE = 6, 300
 HUGE = 10**5000  # more digits than Python turns into text
@@ -188,10 +188,10 @@ def expected(value, read):
 
 def as_plain(found):
     plain = []
-    for one in map(dict, found.prompts):
+    for one in map(dict, found[0]):
         ids, text = tuple(one.pop("prompt_token_ids")), one.pop("prompt", None)
         plain.append((ids, text, one))
-    return plain, found.is_batch
+    return plain, found[1]
 
 
 def same(found, wanted):

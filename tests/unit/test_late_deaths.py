@@ -33,18 +33,17 @@ def test_only_the_actor_that_was_called_counts_as_failed(monkeypatch, of):
     first = member("0", Actor())
     load = LoadTracker(["0"], state=ReplicaState.SERVING)
     replicas = replicas_of([first], load=load)
-    membership = replicas.membership
     if of == "service":
         replicas.start_calls("report", {"0": ()})
     else:
         Fleet(replicas, Calls)._call([first], "report")
     death = ReplicaUnavailableError("0", ReplicaState.FAILED, "its actor died")
-    membership.suspend("0")
+    replicas.suspend("0")
     Calls.on_death(death)
     assert load.snapshot("0").state is ReplicaState.SERVING
-    membership.put(member("0", Actor()))
+    replicas.put(member("0", Actor()))
     Calls.on_death(death)
     assert load.snapshot("0").state is ReplicaState.SERVING
-    membership.put(first)
+    replicas.put(first)
     Calls.on_death(death)
     assert load.snapshot("0").state is ReplicaState.FAILED

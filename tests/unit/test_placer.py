@@ -27,7 +27,7 @@ class Rig:
         for replica_id in self.load.replica_ids:
             self.load.describe(replica_id, block_size=16, num_kv_blocks=num_kv_blocks)
         self.balancer = LoadBalancer([object()] * num, strategy, tracker=self.load, **options)
-        self.placer = self.balancer._placer
+        self.placer = self.balancer
         self.index = self.placer._index
 
     def send(self, prompt=(1, 2, 3), n=1, max_tokens=None, exclude=(), **keys):
@@ -461,12 +461,12 @@ def test_blocks_of_the_index_follow_the_engines():
     load.describe("0", block_size=400, num_kv_blocks=10)
     balancer = LoadBalancer([object()], tracker=load)
     place = balancer.reserve(PROMPT)
-    assert balancer._placer._index.block_tokens == 400
+    assert balancer._index.block_tokens == 400
     load.describe("0", block_size=16, num_kv_blocks=10)
     balancer.reserve(PROMPT)
     place.release([[7] * 300])  # of the time before, in other blocks: passed over
-    assert balancer._placer._index.block_tokens == 128
-    assert len(balancer._placer._index) == 1  # the cache has room for 160 tokens
+    assert balancer._index.block_tokens == 128
+    assert len(balancer._index) == 1  # the cache has room for 160 tokens
 
 
 # Batches

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from torchrl_vllm_sync.errors import InvalidPromptError
-from torchrl_vllm_sync.routing.prefix_index import (
+from torchrl_vllm_sync.routing.strategies import (
     INDEX_BLOCK_TOKENS,
     PrefixIndex,
     PromptChain,
@@ -37,7 +37,6 @@ def test_one_digest_for_each_whole_block_and_one_for_the_rest(prompt, size):
     assert chain.num_tokens == len(prompt)
     assert chain.num_blocks == len(prompt) // size
     assert len(chain.digests) == -(-len(prompt) // size)
-    assert chain.whole == chain.digests[-1]
     assert all(0 <= digest < 2**64 for digest in chain.digests)
 
 
@@ -49,7 +48,7 @@ def test_digests_are_equal_exactly_as_long_as_prompts_are(one, other, size):
         common += 1
     for at in range(min(left.num_blocks, right.num_blocks)):
         assert (left.digests[at] == right.digests[at]) == ((at + 1) * size <= common)
-    assert (left.whole == right.whole) == (one == other)
+    assert (left.digests[-1] == right.digests[-1]) == (one == other)
 
 
 @given(any_ids, st.lists(st.integers(0, 9), max_size=20), sizes)
@@ -102,7 +101,7 @@ def test_ids_that_are_none_are_refused(prompt):
 
 
 _DIGESTS = """
-from torchrl_vllm_sync.routing.prefix_index import PromptChain
+from torchrl_vllm_sync.routing.strategies import PromptChain
 for prompt in ("a text " * 9, [1, 2, 3] * 9, [2**31 - 1, -5]):
     for salt in (None, "", "salt"):
         chain = PromptChain(prompt, 4, salt)

@@ -95,7 +95,7 @@ def test_a_batch_may_mix_every_form_and_keeps_its_order():
 
 @pytest.mark.parametrize("form", [*ONE_PROMPT, *ONE_PROMPT_BEYOND_IDS])
 def test_ids_are_plain_integers_and_records_survive_pickling(form):
-    (record,) = read({**ONE_PROMPT, **ONE_PROMPT_BEYOND_IDS}[form][0]).prompts
+    (record,) = read({**ONE_PROMPT, **ONE_PROMPT_BEYOND_IDS}[form][0])[0]
 
     assert set(map(type, record["prompt_token_ids"])) == {int}
     assert pickle.loads(pickle.dumps(record)) == record
@@ -103,7 +103,7 @@ def test_ids_are_plain_integers_and_records_survive_pickling(form):
 
 def test_a_record_does_not_follow_the_list_it_was_read_from():
     ids = [5, 6, 7]
-    (record,) = read(ids).prompts
+    (record,) = read(ids)[0]
     ids[0] = 99
 
     assert record["prompt_token_ids"] == list(IDS)
@@ -112,8 +112,8 @@ def test_a_record_does_not_follow_the_list_it_was_read_from():
 def test_a_tokens_prompt_is_what_was_given():
     prompt = {"prompt_token_ids": [5, 6, 7], "prompt": "ab", "cache_salt": "s"}
 
-    assert read(prompt).prompts[0] == prompt
-    assert read([5, 6, 7]).prompts[0] == {"prompt_token_ids": [5, 6, 7]}
+    assert read(prompt)[0][0] == prompt
+    assert read([5, 6, 7])[0][0] == {"prompt_token_ids": [5, 6, 7]}
 
 
 BAD_PROMPTS = {
@@ -197,7 +197,7 @@ def test_text_without_an_encoder_is_refused_and_asks_for_ids():
     with pytest.raises(InvalidPromptError, match=r"prompts\[1\] is text .* pass token ids"):
         read([[5], "ab"], encode=None)
     given = {"prompt": "ab", "prompt_token_ids": [5]}
-    assert read(given, encode=None).prompts == [tokens_prompt((5,), "ab")]
+    assert read(given, encode=None)[0] == [tokens_prompt((5,), "ab")]
 
 
 def test_a_service_refuses_text_without_a_tokenizer_and_adapters_for_each_prompt():
@@ -227,10 +227,10 @@ def test_what_the_encoder_returns_is_checked_too():
 
 
 def test_limits_at_their_edges():
-    assert len(read(list(range(7))).prompts[0]["prompt_token_ids"]) == 7
-    assert len(read(list(range(100)), max_model_len=None).prompts[0]["prompt_token_ids"]) == 100
-    assert read([2**31 - 1]).prompts == [tokens_prompt((2**31 - 1,))]
-    assert read([9], vocab_size=10).prompts == [tokens_prompt((9,))]
+    assert len(read(list(range(7)))[0][0]["prompt_token_ids"]) == 7
+    assert len(read(list(range(100)), max_model_len=None)[0][0]["prompt_token_ids"]) == 100
+    assert read([2**31 - 1])[0] == [tokens_prompt((2**31 - 1,))]
+    assert read([9], vocab_size=10)[0] == [tokens_prompt((9,))]
     with pytest.raises(InvalidPromptError, match="below vocab_size=10, got 10 at token 1"):
         read([9, 10], vocab_size=10)
 
@@ -269,4 +269,4 @@ def test_the_installed_vllm_agrees():
     assert check_sampling_params(params, 1) == [params]
     for key in inputs.TokensPrompt.__annotations__.keys() - {"prompt", "prompt_token_ids"}:
         prompt = {"prompt_token_ids": [5], key: "value"}
-        assert read(prompt).prompts[0] == prompt
+        assert read(prompt)[0][0] == prompt

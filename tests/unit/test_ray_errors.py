@@ -17,8 +17,14 @@ from tests.unit.test_snapshot_locks import headless
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine import args
 from torchrl_vllm_sync.engine.args import end_replica
-from torchrl_vllm_sync.errors import NoReplicaAvailableError, ReplicaUnavailableError, SyncError
-from torchrl_vllm_sync.ray_errors import is_away, is_gone, loss
+from torchrl_vllm_sync.errors import (
+    NoReplicaAvailableError,
+    ReplicaUnavailableError,
+    SyncError,
+    is_away,
+    is_gone,
+    loss,
+)
 from torchrl_vllm_sync.replica import EngineReport, ProcessId, Replica, ReplicaProcesses
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import LoadMonitor, _Ask

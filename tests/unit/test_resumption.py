@@ -9,9 +9,8 @@ import pytest
 
 from torchrl_vllm_sync import ReplicaState, VersionSpan
 from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest, SpanChecker, continued
-from torchrl_vllm_sync.requests.columns import PackedResults
-from torchrl_vllm_sync.requests.continuation import AnswerSoFar, unsound_settings
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.dispatch import AnswerSoFar, unsound_settings
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, PackedResults
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 PROMPT_TEXT = "Zwölf Boxkämpfer: "
@@ -289,7 +288,7 @@ def test_every_setting_of_vllm_has_been_decided_on():
     """A new one is unsound until somebody has looked at it, and put it into one of both lists."""
     from vllm import SamplingParams
 
-    from torchrl_vllm_sync.requests.continuation import _SOUND_SETTINGS
+    from torchrl_vllm_sync.requests.dispatch import _SOUND_SETTINGS
 
     left_out = {
         "n",

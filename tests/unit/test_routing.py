@@ -19,8 +19,7 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
-from torchrl_vllm_sync.routing.strategies import not_overloaded, strategy_factory
+from torchrl_vllm_sync.routing.strategies import PrefixIndex, not_overloaded, strategy_factory
 
 SYSTEM = list(range(1000, 1512))
 

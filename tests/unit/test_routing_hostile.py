@@ -19,7 +19,7 @@ from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader
-from torchrl_vllm_sync.routing.prefix_index import PrefixIndex
+from torchrl_vllm_sync.routing.strategies import PrefixIndex
 from torchrl_vllm_sync.service import requests
 
 SERVING = ReplicaState.SERVING
@@ -162,7 +162,7 @@ def test_a_replica_that_takes_the_id_of_another_has_nothing_cached(service):
     balancer, prompt = LoadBalancer(service), list(range(1000))
     with balancer.reserve(prompt) as place:
         pass
-    index = balancer._placer._index
+    index = balancer._index
     chain = index.chain(prompt)
     assert index.cached_tokens(chain, place.replica_id, 0) == 1000
     service.load.remove(place.replica_id)

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.balancer import (
+    CachedAt,
+    KeyLedger,
+    LoadBalancer,
+    as_keys,
+    key_per_prompt,
+)
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.routing.placer import CachedAt, KeyLedger, as_keys, key_per_prompt
 
 
 @pytest.mark.parametrize(

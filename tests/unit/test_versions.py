@@ -9,10 +9,10 @@ import pytest
 
 from tests.fakes.versions import check_spans
 from torchrl_vllm_sync import VersionSpan, expand_spans, max_version, min_version
+from torchrl_vllm_sync.checks import check_version
 from torchrl_vllm_sync.engine.answers import SampleVersions, SpanChecker, versions_of_labels
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
-from torchrl_vllm_sync.requests.messages import SampleReport, marks
-from torchrl_vllm_sync.versions import check_version, slice_spans, spans_from_starts
+from torchrl_vllm_sync.requests.messages import SampleReport, marks, slice_spans, spans_from_starts
 
 
 def spans(*triples):

@@ -19,10 +19,17 @@ from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED, SampleState
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests.columns import PackedResults, as_dicts
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
+from torchrl_vllm_sync.requests.messages import (
+    EngineRequest,
+    EngineResult,
+    PackedResults,
+    SampleReport,
+    VersionSpan,
+    as_dicts,
+    slice_spans,
+    spans_from_starts,
+)
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
-from torchrl_vllm_sync.versions import VersionSpan, slice_spans, spans_from_starts
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

@@ -21,8 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from torchrl_vllm_sync.checks import Deadline, check_integer
-from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.ray_errors import is_gone
+from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, is_gone
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses, process_began
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ import ray
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.checks import Deadline, check_seconds, first_few
+from torchrl_vllm_sync.checks import MAX_VERSION, Deadline, check_seconds, first_few
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import SHORT_TIMEOUT_S, Pause, Replies, Updates, path_of
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
-from torchrl_vllm_sync.versions import MAX_VERSION
 from torchrl_vllm_sync.weights.module import ParamMeta, to_json
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, Snapshot, SnapshotReader

@@ -13,21 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests.continuation import AnswerSoFar
-from torchrl_vllm_sync.requests.messages import EngineResult
+from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineResult, spans_from_starts
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        Awaitable,
-        Callable,
-        Collection,
-        Iterable,
-        Iterator,
-        Sequence,
-    )
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 
     from torchrl_vllm_sync.replica import Replica
     from torchrl_vllm_sync.requests.messages import EngineRequest
@@ -56,6 +46,157 @@ LINGER_S = 0.2
 ABORT_TIMEOUT_S = 5.0
 # Seconds between looks at whether a replica is still on its way.
 RECOVERY_POLL_S = 0.5
+
+
+# To go on with an answer that another replica began, the new one gets the prompt and the tokens so
+# far, all of which its engine takes for prompt. That gives the answer of an unbroken run wherever
+# sampling neither asks which of them are prompt and which are answer, nor keeps state from step to
+# step. ``engine.answers`` has all else that vLLM does with an answer begin where it ended.
+# Fields of vLLM's SamplingParams with which an answer can be gone on with. A field that is not here
+# must have its default, so that one which a later vLLM adds is unsound until it was looked at.
+# Among those left out: `seed` (the generator's state is lost), `presence_penalty` and
+# `frequency_penalty` (count the answer alone), `bad_words` and `repetition_detection` (match within
+# the answer), `structured_outputs`, `thinking_token_budget` and `extra_args` (state of their own),
+# `n` (samples that have ended would be sampled again), `prompt_logprob_token_ids` and
+# `prompt_logprob_start` (rows of the prompt), `trace_decode_token_ids` (counted from the first).
+_SOUND_SETTINGS = frozenset(
+    {
+        # Applied to each distribution by itself.
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        "allowed_token_ids",
+        # Counts prompt and answer alike: apply_penalties in vllm/model_executor/layers/utils.py.
+        "repetition_penalty",
+        # Reduced by what was received.
+        "max_tokens",
+        "min_tokens",
+        # Looked for in the newest token alone, or in the text, which begins where it ended.
+        "stop_token_ids",
+        "ignore_eos",
+        "stop",
+        "include_stop_str_in_output",
+        # Of what is reported, not of what is sampled.
+        "logprobs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        # Set by vLLM itself, from those above and from the model.
+        "output_text_buffer_length",
+        "_eos_token_id",
+        "_all_stop_token_ids",
+    }
+)
+# Entries of a prompt that say the same of one that is longer. Placeholders of images or sound would
+# also be looked for among the tokens of the answer.
+_SOUND_ENTRIES = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+
+
+def unsound_settings(request: EngineRequest) -> list[str]:
+    """Returns what makes it unsound to go on with an answer to a request; empty if nothing does."""
+    from vllm import SamplingParams
+
+    default, found = SamplingParams(), list[str]()
+    for name in (one for one in SamplingParams.__struct_fields__ if one not in _SOUND_SETTINGS):
+        value, usual = getattr(request.sampling_params, name), getattr(default, name)
+        if type(value) is not type(usual) or value != usual:
+            found.append(name)
+    return found + [name for name in request.prompt if name not in _SOUND_ENTRIES]
+
+
+class AnswerSoFar:
+    """What a stream has yielded of the answer to one request."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        self._request = request
+        self._only_new = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        self._forget()
+
+    def _forget(self) -> None:
+        self._last: EngineResult | None = None
+        # Of the outputs so far together: those of single tokens would take 10 KB each.
+        self._token_ids: list[int] = []
+        self._starts: list[tuple[int, int]] = []  # where each version began
+        self._logprobs: Any = None
+
+    def add(self, result: EngineResult) -> None:
+        if not self._only_new:
+            self._forget()
+        if result.output is not None:
+            self._last = result
+            if self._only_new:
+                self._take(result)
+
+    def _take(self, result: EngineResult) -> None:
+        samples, at = next(result.output.samples())
+        logprobs: Any = samples.fields["logprobs"][at]
+        if self._logprobs is None:
+            self._logprobs = logprobs
+        else:
+            self._logprobs.extend(logprobs or ())
+        begin = len(self._token_ids)
+        self._starts += [(one.version, begin + one.start) for one in result.samples[0].spans]
+        self._token_ids += result.output.answers[0].tolist()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last output has all tokens, not only those of a step or of one sample."""
+        return self._request.sampling_params.n == 1 and not self._only_new
+
+    @property
+    def final_reason(self) -> str:
+        """Why no other replica can take the request up; empty if one can."""
+        if not self._only_new or not self._num_tokens() or not (unsound := self._obstacles()):
+            return ""
+        return (
+            "and a stream of deltas that has begun can neither begin again nor be gone on with "
+            f"because of {', '.join(unsound)}"
+        )
+
+    def follow_up(self, request: EngineRequest) -> EngineRequest:
+        """Returns what to ask the next replica for."""
+        if not self._num_tokens() or self._obstacles():
+            self._forget()
+            return request
+        return dataclasses.replace(request, begun=self._begun())
+
+    def _obstacles(self) -> list[str]:
+        unsound = unsound_settings(self._request)
+        limit = self._request.sampling_params.max_tokens
+        if limit is not None and self._num_tokens() >= limit:
+            unsound.append(f"max_tokens={limit}, which have all come")
+        return unsound
+
+    def _num_tokens(self) -> int:
+        return len(self._token_ids or (self._last.output.answers[0] if self._last else ()))
+
+    def _begun(self) -> BegunAnswer:
+        assert self._last is not None, "there are tokens"
+        if not self._token_ids:
+            self._take(self._last)
+        output, report = self._last.output.make(), self._last.samples[0]
+        is_rest = self._only_new and output.prompt_logprobs is not None
+        return BegunAnswer(
+            token_ids=tuple(self._token_ids),
+            spans=spans_from_starts(self._starts, len(self._token_ids)),
+            logprobs=self._logprobs,
+            cumulative_logprob=output.outputs[0].cumulative_logprob,
+            prompt_logprobs=[] if is_rest else output.prompt_logprobs,
+            num_cached_tokens=report.num_cached_tokens,
+            queue_s=report.queue_s,
+            prefill_s=report.prefill_s,
+        )
 
 
 class Loss(NamedTuple):
@@ -196,7 +337,6 @@ class Dispatcher:
         replicas: Callable[[], Sequence[Replica]],
         load: LoadTracker,
         recovers: Callable[[], bool] = lambda: False,
-        *,
         on_retry: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._replicas, self._load, self._recovers = replicas, load, recovers
@@ -225,7 +365,7 @@ class Dispatcher:
     ) -> AsyncGenerator[EngineResult]:
         """Yields the partial outputs of one request, the last one finished.
 
-        After a lost replica another goes on where sampling allows that (``continuation``), or
+        After a lost replica another goes on where sampling allows that (``AnswerSoFar``), or
         begins again; a stream of only new tokens then ends with a ``RequestLostError``.
         """
         pending = PendingRequest(request, time.monotonic(), AnswerSoFar(request))
@@ -331,7 +471,7 @@ class Dispatcher:
                 lost, may_return = error, True
             except RayError as error:
                 reason = f"replica {replica_id}: {error}"
-                lost = loss(replica_id, error)
+                lost = errors.loss(replica_id, error)
                 if lost is not None:
                     self._mark(lost, actor)
                     may_return = lost.may_return
@@ -431,7 +571,7 @@ class Dispatcher:
         except (RayError, TimeoutError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
 
-    async def _end_former(self, actor: Any, pending: Iterable[PendingRequest]) -> None:
+    async def _end_former(self, actor: Any, pending: Sequence[PendingRequest]) -> None:
         """Aborts what an actor that was out of reach may still do for requests it gets again."""
         losses = [loss for one in pending for loss in one.losses]
         if left := [one.abort_id for one in losses if one.error.may_return and one.actor == actor]:
@@ -458,7 +598,7 @@ def _from_any_thread(callback: Callable[[], object]) -> Callable[[], None]:
     return call
 
 
-def _find(replicas: Iterable[Replica], replica_id: str) -> Replica | None:
+def _find(replicas: Sequence[Replica], replica_id: str) -> Replica | None:
     """A replica, or ``None`` if it was removed or the service shut down."""
     return next((one for one in replicas if one.replica_id == replica_id), None)
 

@@ -1,16 +1,97 @@
-"""What travels between a service and an engine actor for one prompt."""
+"""What travels between a service and an engine actor for one prompt; answers travel as columns.
+
+A ``RequestOutput`` is some thirty objects beside a dict and a ``Logprob`` for every token. Making,
+pickling and collecting all these costs about as much as sampling the tokens. So the outputs of a
+batch cross Ray as columns, and each is made again when somebody looks at it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from itertools import accumulate, chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrl_vllm_sync.versions import max_version, min_version
+import numpy as np
+
+from torchrl_vllm_sync.errors import VersionSpanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torchrl_vllm_sync.versions import VersionSpan
+    from vllm import RequestOutput
+
+
+class VersionSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a response were sampled by ``version``.
+
+    The spans of a response are in order, leave no gaps, and neighbours differ in version; an empty
+    response has none. Version 0 is what the engine was launched with.
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+def spans_from_starts(
+    starts: Iterable[tuple[int, int]], num_tokens: int
+) -> tuple[VersionSpan, ...]:
+    """Builds spans from where each version began, without empty ones, equal neighbours merged."""
+    spans, known = list[VersionSpan](), list(starts)
+    if num_tokens and not known:
+        raise VersionSpanError(f"{num_tokens} tokens must have a version, got none")
+    if any(later < earlier for (_, earlier), (_, later) in pairwise(known)):
+        raise VersionSpanError(f"versions must begin one after the other, got {known}")
+    if len(known) == 1 and num_tokens:
+        return (VersionSpan(known[0][0], 0, num_tokens),)
+    begin = 0
+    for (version, _), (_, limit) in pairwise([*known, (0, num_tokens)]):
+        end = min(limit, num_tokens)
+        if end == begin:
+            continue
+        if spans and spans[-1].version == version:
+            spans[-1] = spans[-1]._replace(end=end)
+        else:
+            spans.append(VersionSpan(version, begin, end))
+        begin = end
+    return tuple(spans)
+
+
+def slice_spans(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """Returns the spans of tokens ``[start, end)``, counted from ``start``."""
+    return tuple(
+        VersionSpan(one.version, max(one.start, start) - start, min(one.end, end) - start)
+        for one in spans
+        if max(one.start, start) < min(one.end, end)
+    )
+
+
+def expand_spans(spans: Iterable[VersionSpan]) -> list[int]:
+    """Returns the version of each token, in order.
+
+    Args:
+        spans: Spans of one response.
+    """
+    return [one.version for one in spans for _ in range(one.end - one.start)]
+
+
+def min_version(spans: Iterable[VersionSpan], *, default: int) -> int:
+    """Returns the oldest version, or ``default`` where no token was sampled.
+
+    Args:
+        spans, default: Spans of one response, and the version of one without tokens.
+    """
+    return min((one.version for one in spans), default=default)
+
+
+def max_version(spans: Iterable[VersionSpan], *, default: int) -> int:
+    """Returns the newest version, or ``default`` where no token was sampled.
+
+    Args:
+        spans, default: Spans of one response, and the version of one without tokens.
+    """
+    return max((one.version for one in spans), default=default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +170,372 @@ def marks(samples: Sequence[SampleReport], *, replica_id: str, version: int) -> 
         "min_version": min_version(spans, default=version),
         "max_version": max_version(spans, default=version),
     }
+
+
+_INTEGERS = [(name, np.iinfo(name)) for name in ("<u1", "<i1", "<u2", "<i4", "<i8")]
+
+
+class Column:
+    """One value for each of many rows; ``column[at]`` makes one again, equal in value and type."""
+
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, at: int) -> Any:
+        raise NotImplementedError
+
+    def between(self, begin: int, end: int) -> list[Any]:
+        return [self[at] for at in range(begin, end)]
+
+    def array(self, at: int) -> np.ndarray:
+        """The list of numbers in a row, without a Python object for each."""
+        numbers = self[at]
+        return np.asarray(numbers) if numbers else np.empty(0, np.int64)
+
+
+class _Plain(Column):
+    """Values that have no other form."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values, self.num_rows = values, len(values)
+
+    def __getitem__(self, at: int) -> Any:
+        value = self.values[at]
+        # Ray's arrays are read-only views that hold their object in the store while they live.
+        is_view = isinstance(value, np.ndarray) and not value.flags.writeable
+        return value.copy() if is_view else value
+
+
+class _Same(Column):
+    def __init__(self, value: Any, num_rows: int) -> None:
+        self.value, self.num_rows = value, num_rows
+
+    def __getitem__(self, at: int) -> Any:
+        return self.value
+
+
+class _Numbers(Column):
+    """Plain integers or floats. Bytes, as Ray would keep an array's store entry alive."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.dtype, self.data, self.num_rows = numbers.dtype.str, numbers.tobytes(), len(numbers)
+
+    @cached_property
+    def all(self) -> np.ndarray:
+        return np.frombuffer(self.data, self.dtype)
+
+    @cached_property
+    def _values(self) -> list[Any]:
+        return self.all.tolist()
+
+    def __getitem__(self, at: int) -> Any:
+        return self._values[at]
+
+    def between(self, begin: int, end: int) -> list[Any]:
+        return self.all[begin:end].tolist()
+
+
+class _Lists(Column):
+    """Lists, or tuples, named ones too, as one column of all their items."""
+
+    def __init__(self, kind: type, values: Sequence[Any]) -> None:
+        self.kind, self.num_rows = kind, len(values)
+        self.lengths = pack([len(one) for one in values])
+        self.items = pack(list(chain.from_iterable(values)))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [*accumulate(self.lengths.between(0, len(self)), initial=0)]
+
+    def bounds(self, at: int) -> tuple[int, int]:
+        """Where the items of a row begin and end."""
+        return self._ends[at], self._ends[at + 1]
+
+    def __getitem__(self, at: int) -> Any:
+        items = self.items.between(*self.bounds(at))
+        return items if self.kind is list else tuple.__new__(self.kind, items)
+
+    def array(self, at: int) -> np.ndarray:
+        begin, end = self.bounds(at)
+        items = self.items
+        return items.all[begin:end] if isinstance(items, _Numbers) else super().array(at)
+
+
+class _Records(Column):
+    """Objects of one class, each nothing but its attributes."""
+
+    def __init__(self, kind: type, rows: list[dict[str, Any]]) -> None:
+        self.kind, self.num_rows = kind, len(rows)
+        self.fields = {name: pack([row[name] for row in rows]) for name in rows[0]}
+
+    def __getitem__(self, at: int) -> Any:
+        return self.make(at)
+
+    def make(self, at: int, **instead: Any) -> Any:
+        """The object of a row, with the attributes that are given in place of its own."""
+        # Attributes are set as unpickling sets them: past __init__, which differs by release.
+        made = object.__new__(self.kind)
+        vars(made).update(self.attributes(at, **instead))
+        return made
+
+    def attributes(self, at: int, **instead: Any) -> dict[str, Any]:
+        """The attributes of a row; those that are given are not made."""
+        made = {**self._shared, **instead}
+        for name, column in self._own:
+            if name not in instead:
+                made[name] = column[at]
+        return made
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        """All names in their order, with the values that are the same in every row."""
+        return {
+            name: column.value if isinstance(column, _Same) else None
+            for name, column in self.fields.items()
+        }
+
+    @cached_property
+    def _own(self) -> list[tuple[str, Column]]:
+        return [one for one in self.fields.items() if not isinstance(one[1], _Same)]
+
+
+def pack(values: list[Any]) -> Column:
+    """Packs a list that nobody changes any more; what has no known form travels as it is."""
+    kinds = set(map(type, values))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind in (type(None), bool, str) and len(set(map(id, values))) == 1:
+        return _Same(values[0], len(values))
+    if kind is int or kind is float:
+        return _pack_numbers(values, kind)
+    if kind is list or kind is tuple or kind is VersionSpan:
+        return _Lists(kind, values)
+    if kind is not None and _is_its_attributes(kind):
+        rows = [vars(one) for one in values]
+        if all(list(row) == list(rows[0]) for row in rows):
+            return _Records(kind, rows)
+    return _Plain(values)
+
+
+@cache
+def _is_its_attributes(kind: type) -> bool:
+    """Whether pickle, too, would take its objects apart into their attributes and nothing else."""
+    inherited = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+    made_plainly = all(getattr(kind, name) is getattr(object, name) for name in inherited)
+    return made_plainly and bool(kind.__dictoffset__)
+
+
+def _pack_numbers(values: list[Any], kind: type) -> Column:
+    """Packs in the narrowest type that loses nothing."""
+    try:
+        numbers = np.array(values, np.float64 if kind is float else np.int64)
+    except OverflowError:
+        return _Plain(values)
+    if kind is float:
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow = numbers.astype("<f4")  # bits are compared, for -0.0 and NaN
+            is_exact = narrow.astype("<f8").tobytes() == numbers.tobytes()
+        return _Numbers(narrow if is_exact else numbers)
+    low, high = numbers.min(), numbers.max()
+    dtype = next(name for name, info in _INTEGERS if info.min <= low and high <= info.max)
+    return _Numbers(numbers.astype(dtype))
+
+
+class PackedResults:
+    """Results on their way out of an engine, with prompts only if wanted; iterable."""
+
+    def __init__(self, results: Sequence[EngineResult], *, want_prompt: bool) -> None:
+        hidden = {} if want_prompt else dict.fromkeys(("prompt", "prompt_token_ids"))
+        outputs = [one.output for one in results if one.output is not None]
+        rows = [vars(one) | hidden for one in outputs]  # one engine's have the same attributes
+        self._outputs = _Records(type(outputs[0]), rows) if rows else None
+        self._results = _Records(EngineResult, [vars(one) | {"output": None} for one in results])
+
+    def __iter__(self) -> Iterator[EngineResult]:
+        made, errors = 0, self._results.fields["error"]
+        for at in range(len(self._results)):
+            if self._outputs is not None and errors[at] is None:
+                yield self._results.make(at, output=OutputRow(self._outputs, made))
+                made += 1
+            else:
+                yield self._results[at]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """One ``RequestOutput`` in its columns."""
+
+    outputs: _Records
+    at: int
+
+    @property
+    def answers(self) -> list[np.ndarray]:
+        """Token ids of each sample, of shape ``(num_tokens,)``."""
+        return [samples.fields["token_ids"].array(at) for samples, at in self.samples()]
+
+    def make(self) -> RequestOutput:
+        """vLLM's output without its prompt; log-probabilities are ``FlatLogprobs``."""
+        return self.outputs[self.at]
+
+    def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
+        """vLLM's output with the caller's prompt, and what only this library knows; made late."""
+        return _unread(self.outputs.kind, {}, _Output(self, result, request))
+
+    def samples(self) -> Iterator[tuple[_Records, int]]:
+        """The column of each sample, and its row there."""
+        samples: Any = self.outputs.fields["outputs"]
+        return ((samples.items, at) for at in range(*samples.bounds(self.at)))
+
+
+# Not a function within a function: each of its variables would be one more object a row, for
+# Python's garbage collector to look at.
+@dataclass(slots=True)
+class _Output:
+    """The attributes of one output."""
+
+    row: OutputRow
+    result: EngineResult
+    request: EngineRequest
+
+    def __call__(self) -> dict[str, Any]:
+        row, result, prompt = self.row, self.result, self.request.prompt
+        assert result.version is not None, "a replica that answers tells its version"
+        has_dicts = not self.request.sampling_params.flat_logprobs
+        prompt_logprobs = row.outputs.fields["prompt_logprobs"][row.at]
+        made = row.outputs.attributes(
+            row.at,
+            prompt=prompt.get("prompt"),
+            prompt_token_ids=list(prompt["prompt_token_ids"]),
+            prompt_logprobs=as_dicts(prompt_logprobs) if has_dicts else prompt_logprobs,
+            outputs=[_sample(*one, has_dicts=has_dicts) for one in row.samples()],
+        )
+        return made | marks(result.samples, replica_id=result.replica_id, version=result.version)
+
+
+def _sample(samples: _Records, at: int, *, has_dicts: bool) -> Any:
+    """A ``CompletionOutput`` whose log-probabilities are made when they are looked at."""
+    known = samples.attributes(at, logprobs=None)
+    del known["logprobs"]
+    return _unread(samples.kind, known, _LogProbs(samples.fields["logprobs"], at, has_dicts))
+
+
+@dataclass(frozen=True, slots=True)
+class _LogProbs:
+    """The log-probabilities of one sample."""
+
+    column: Column
+    at: int
+    has_dicts: bool
+
+    def __call__(self) -> dict[str, Any]:
+        flat = self.column[self.at]
+        return {"logprobs": as_dicts(flat) if self.has_dicts else flat}
+
+    def sampled(self) -> np.ndarray | None:
+        flat = self.column
+        if not isinstance(flat, _Records):
+            return None  # there are none, or some of the requests have not asked for any
+        # The sampled token comes first at each position.
+        starts = flat.fields["start_indices"].array(self.at)
+        return flat.fields["logprobs"].array(self.at)[starts]
+
+    def listed(self, num: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The ``num`` likeliest tokens of each position behind the sampled one, if so many are."""
+        flat = self.column
+        if not isinstance(flat, _Records):
+            return None
+        ids, logprobs = (flat.fields[name].array(self.at) for name in ("token_ids", "logprobs"))
+        shape = len(flat.fields["start_indices"].array(self.at)), num + 1
+        if ids.size != shape[0] * shape[1]:
+            return None
+        return ids.reshape(shape)[:, 1:], logprobs.reshape(shape)[:, 1:]
+
+
+def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
+    """Log-probabilities of a ``CompletionOutput``'s tokens, if any, which stays unread."""
+    if isinstance(sample, _Unread) and (unread := sample._rest.sampled()) is not None:
+        return unread
+    positions = zip(sample.logprobs or (), sample.token_ids, strict=False)
+    return [entries[token].logprob for entries, token in positions]
+
+
+def listed_tokens(sample: Any, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities ``[num_tokens, num]`` of the likeliest tokens at each position.
+
+    ``sample`` is a ``CompletionOutput``, asked for ``logprobs=num``, and stays unread.
+    """
+    if isinstance(sample, _Unread) and (unread := sample._rest.listed(num)) is not None:
+        return unread
+    ids = np.zeros((len(sample.token_ids), num), np.int64)
+    logprobs = np.full(ids.shape, -np.inf)
+    for at, entries in enumerate(sample.logprobs or ()):
+        first = sorted(entries.items(), key=lambda one: -one[1].logprob)[:num]
+        ids[at, : len(first)] = [token for token, _ in first]
+        logprobs[at, : len(first)] = [one.logprob for _, one in first]
+    return ids, logprobs
+
+
+def as_dicts(flat: Any) -> Any:
+    """Makes of ``FlatLogprobs`` what vLLM gives those who have not asked for them."""
+    if flat is None:
+        return None
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    if not isinstance(flat, FlatLogprobs):
+        return flat
+    # One iterator over all entries, from which each position takes its share.
+    made = map(Logprob, flat.logprobs, flat.ranks, flat.decoded_tokens)
+    entries = zip(flat.token_ids, made, strict=True)
+    lengths = map(int.__sub__, flat.end_indices, flat.start_indices)
+    # Only the first token of a prompt has none.
+    return [dict(islice(entries, length)) if length else None for length in lengths]
+
+
+class _Unread:
+    """Mixed into a class of vLLM: gets the missing attributes, and that very class, when read."""
+
+    _kind: type
+    _rest: Any  # gives the missing attributes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_read(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_read(self), name, value)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return vars(_read(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _read(self).__reduce_ex__(protocol)
+
+    def __eq__(self, other: object) -> bool:
+        return _read(self) == other
+
+    def __hash__(self) -> int:
+        return hash(_read(self))
+
+
+@cache
+def _unread_kind(kind: type) -> type:
+    return type(kind.__name__, (_Unread, kind), {"_kind": kind})
+
+
+def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]]) -> Any:
+    made = object.__new__(kind)
+    vars(made).update(known, _rest=rest)
+    made.__class__ = _unread_kind(kind)
+    return made
+
+
+def _read(unread: Any) -> Any:
+    rest, kind = getattr(unread, "_rest", None), getattr(type(unread), "_kind", None)
+    if rest is not None and kind is not None:  # or another thread has read it meanwhile
+        # First the attributes, then the class: others may be looking.
+        for name, value in rest().items():
+            object.__setattr__(unread, name, value)
+        object.__setattr__(unread, "__class__", kind)
+        vars(unread).pop("_rest", None)
+    return unread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ import torch
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import InvalidPromptError
 
-# The keys of vLLM's TokensPrompt that travel with the ids unread.
-_EXTRA_KEYS = (
+# Keys of vLLM's TokensPrompt; all but the first two travel with the ids unread.
+_KNOWN_KEYS = (
+    "prompt",
+    "prompt_token_ids",
     "multi_modal_data",
     "media_io_kwargs",
     "mm_processor_kwargs",
@@ -23,7 +25,6 @@ _EXTRA_KEYS = (
     "token_type_ids",
     "prompt_token_offsets",
 )
-_KNOWN_KEYS = ("prompt", "prompt_token_ids", *_EXTRA_KEYS)
 
 # Engines keep ids in 32 bits. One that started without a tokenizer checks no id, and an id outside
 # the embedding table ends it.
@@ -35,24 +36,6 @@ _INTEGER_DTYPES = frozenset(
 _FORMS = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
-class NormalisedPrompts(NamedTuple):
-    """Checked prompts in the caller's order, and whether they were a batch, which gets a list."""
-
-    prompts: list[dict[str, Any]]  # new ones, of the shape of vLLM's TokensPrompt
-    is_batch: bool
-
-
-@runtime_checkable
-class SamplingParamsLike(Protocol):
-    """What distinguishes vLLM's ``SamplingParams``, without importing vLLM."""
-
-    n: int
-    max_tokens: int | None
-
-
-_Params = TypeVar("_Params", bound=SamplingParamsLike)
-
-
 def as_requests(
     prompts: object = None,
     prompt_token_ids: object = None,
@@ -60,8 +43,8 @@ def as_requests(
     encode: Callable[[str], Sequence[int]] | None,
     max_model_len: int | None,
     vocab_size: int | None = None,
-) -> NormalisedPrompts:
-    """Turns what a caller passed to ``generate`` into token ids; all of them are valid, or none."""
+) -> tuple[list[dict[str, Any]], bool]:
+    """Checks what was passed to ``generate``: dicts as ``TokensPrompt``, and whether a batch."""
     if (prompts is None) == (prompt_token_ids is None):
         got = "None for both" if prompts is None else "both"
         raise InvalidPromptError(f"pass prompts or prompt_token_ids, got {got}")
@@ -71,28 +54,26 @@ def as_requests(
     else:
         name, given, read = "prompt_token_ids", prompt_token_ids, rules.read_ids
     if not isinstance(given, (list, tuple)) or _is_flat(given):
-        return NormalisedPrompts([read(given, name)], is_batch=False)
+        return [read(given, name)], False
     if not given:
         raise _refused(name, "hold at least one prompt", repr(given))
-    checked = [read(prompt, f"{name}[{position}]") for position, prompt in enumerate(given)]
-    return NormalisedPrompts(checked, is_batch=True)
+    return [read(prompt, f"{name}[{position}]") for position, prompt in enumerate(given)], True
 
 
-def check_sampling_params(
-    sampling_params: _Params | Sequence[_Params] | None, num_prompts: int
-) -> list[_Params] | list[None]:
+def check_sampling_params(given: Any, num_prompts: int) -> list[Any]:
     """Returns one entry a prompt, as vLLM's ``LLM.generate`` pairs them."""
-    if sampling_params is None:
+    if given is None:
         return [None] * num_prompts
-    if not isinstance(sampling_params, Sequence):
-        _check_is_sampling_params(sampling_params, "sampling_params")
-        return [sampling_params] * num_prompts
-    if len(sampling_params) != num_prompts:
+    is_one = not isinstance(given, Sequence)
+    if not is_one and len(given) != num_prompts:
         rule = f"have one entry for each of the {num_prompts} prompts"
-        raise _refused("sampling_params", rule, len(sampling_params))
-    for position, entry in enumerate(sampling_params):
-        _check_is_sampling_params(entry, f"sampling_params[{position}]")
-    return list(sampling_params)
+        raise _refused("sampling_params", rule, len(given))
+    for position, entry in enumerate([given] if is_one else given):
+        # What distinguishes vLLM's ``SamplingParams``, whatever its release.
+        if not (hasattr(entry, "n") and hasattr(entry, "max_tokens")):
+            where = "sampling_params" if is_one else f"sampling_params[{position}]"
+            raise _refused(where, "be a SamplingParams", _typed(entry))
+    return [given] * num_prompts if is_one else list(given)
 
 
 def prepared_sampling_params(given: Any, num_prompts: int, *, stream: bool = False) -> list[Any]:
@@ -215,11 +196,6 @@ def _as_id(value: object, where: str, at: int) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     raise _refused(where, "have integer ids", f"{_typed(value)} at token {at}")
-
-
-def _check_is_sampling_params(value: object, where: str) -> None:
-    if not isinstance(value, SamplingParamsLike):
-        raise _refused(where, "be a SamplingParams", _typed(value))
 
 
 def _refused(where: str, rule: str, got: object) -> InvalidPromptError:

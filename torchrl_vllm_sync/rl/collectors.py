@@ -16,8 +16,7 @@ from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as _TorchRLBu
 from torchrl.envs import Transform
 from torchrl.envs.llm.transforms import PolicyVersion
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.ray_errors import is_away, is_gone
+from torchrl_vllm_sync.errors import UnsupportedArgumentError, is_away, is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

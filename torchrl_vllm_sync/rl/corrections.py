@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
-from torchrl_vllm_sync.checks import check_integer, check_number, check_positive
+from torchrl_vllm_sync.checks import check_integer, check_number, check_positive, check_version
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.keys import (
     FULL_VERSIONS,
@@ -27,7 +27,6 @@ from torchrl_vllm_sync.rl.keys import (
 )
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
-from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

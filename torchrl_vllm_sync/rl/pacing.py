@@ -31,8 +31,12 @@ import ray
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync.checks import Deadline, check_integer, check_seconds
-from torchrl_vllm_sync.errors import PacingError, PacingTimeoutError, UnsupportedArgumentError
-from torchrl_vllm_sync.ray_errors import is_gone
+from torchrl_vllm_sync.errors import (
+    PacingError,
+    PacingTimeoutError,
+    UnsupportedArgumentError,
+    is_gone,
+)
 from torchrl_vllm_sync.requests.background import run_blocking, start
 
 if TYPE_CHECKING:

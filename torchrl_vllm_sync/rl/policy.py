@@ -30,11 +30,15 @@ from torchrl_vllm_sync.errors import (
     UncorrectableSamplingError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.requests.columns import listed_tokens, sampled_log_probs
+from torchrl_vllm_sync.requests.messages import (
+    listed_tokens,
+    max_version,
+    min_version,
+    sampled_log_probs,
+)
 from torchrl_vllm_sync.rl import guards, keys, turns
 from torchrl_vllm_sync.rl.texts import Texts, objects
 from torchrl_vllm_sync.service.service import AsyncVLLM
-from torchrl_vllm_sync.versions import max_version, min_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
 
-    from torchrl_vllm_sync.versions import VersionSpan
+    from torchrl_vllm_sync.requests.messages import VersionSpan
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 from torchrl.weight_update.utils import _resolve_model
 
-from torchrl_vllm_sync.checks import check_integer, check_seconds
+from torchrl_vllm_sync.checks import check_integer, check_seconds, check_version
 from torchrl_vllm_sync.engine.args import num_workers
 from torchrl_vllm_sync.errors import (
     SyncError,
@@ -25,7 +25,6 @@ from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
-from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.module import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import LayoutName

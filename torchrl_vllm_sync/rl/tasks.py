@@ -21,7 +21,7 @@ from tensordict import TensorDictBase, set_list_to_stack
 from torchrl.envs import StepCounter, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 from torchrl_vllm_sync.rl.keys import NO_VERSION
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
@@ -262,7 +262,7 @@ class Evaluator:
             RewardError: See :class:`TextReward`.
             VersionSpanError: The replica has taken other weights from a folder that it follows.
         """
-        check_wait("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, or_zero=True)
         if (running := self._running) is None:
             raise UnsupportedArgumentError("result() must follow start()")
         running.exception(timeout_s)

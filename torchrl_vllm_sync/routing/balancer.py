@@ -4,28 +4,91 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeAlias
 
-from torchrl_vllm_sync.checks import check_integer, check_number, check_positive
+import numpy as np
+
+from torchrl_vllm_sync.checks import check_integer, check_number, check_positive, shown
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
-from torchrl_vllm_sync.routing.placer import (
-    RequestKey,
-    RequestPlacer,
-    as_key,
-    as_keys,
-    key_per_prompt,
-)
-from torchrl_vllm_sync.routing.prefix_index import PrefixIndex, index_block_tokens
 
-if TYPE_CHECKING:
-    import numpy as np
+RequestKey: TypeAlias = str | int
+"""Names a session or a group; ``1`` and ``"1"`` are different keys."""
+
+
+def key_per_prompt(
+    name: str, given: RequestKey | Sequence[RequestKey | None] | None, num_prompts: int
+) -> list[RequestKey | None]:
+    """Checks what a caller passed as ``session_id`` or ``group_id`` and spreads it over prompts."""
+    if given is None:
+        return [None] * num_prompts
+    if not isinstance(given, (list, tuple)):
+        return [as_key(name, given)] * num_prompts
+    if len(given) != num_prompts:
+        raise UnsupportedArgumentError(
+            f"{name} must be one key, or a list with one for each of {num_prompts} prompts, "
+            f"got {len(given)}"
+        )
+    return [None if one is None else as_key(name, one) for one in given]
+
+
+def as_keys(name: str, given: RequestKey | Iterable[RequestKey]) -> list[RequestKey]:
+    """Checks one key, or several, that a caller names."""
+    no_sequence = (str, bytes, bytearray, memoryview)
+    if isinstance(given, no_sequence) or not isinstance(given, Iterable):
+        return [as_key(name, given)]
+    return [as_key(name, one) for one in given]
+
+
+def as_key(name: str, key: object) -> RequestKey:
+    if type(key) is int or (isinstance(key, str) and key):
+        return key
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        return int(key)
+    raise UnsupportedArgumentError(
+        f"{name} must be an integer or text that is not empty, got {shown(key)}"
+    )
+
+
+class CachedAt(NamedTuple):
+    """Replica and weight version that served a session or group last: the cache fits no other."""
+
+    replica_id: str
+    version: int = 0
+
+
+class KeyLedger(OrderedDict[RequestKey, CachedAt]):
+    """Where keys were served last; beyond its capacity the least recently noted are forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        check_integer("max_sessions", capacity, 1)
+        self._capacity = capacity
+
+    def note(self, key: RequestKey, where: CachedAt) -> None:
+        """Notes where a key is from now on; it becomes the most recent one."""
+        self[key] = where
+        self.move_to_end(key)
+        if len(self) > self._capacity:
+            self.popitem(last=False)
+
+    def release(self, keys: Iterable[RequestKey]) -> int:
+        """Forgets keys; returns how many of them were known."""
+        return sum(self.pop(one, None) is not None for one in keys)
+
+
+# A group stays together on a replica that holds fewer samples than this, however idle the others
+# are: its prompt is computed once, and an engine with so few samples decodes as fast as with one.
+_GROUP_SAMPLES = 8
+# Weight of the latest answer in the mean length of answers.
+_LATEST = 1 / 64
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -35,7 +98,7 @@ class Reservation(AbstractContextManager[Any], AbstractAsyncContextManager[Any])
     replica_id: str
     index: int  # position that the replica had in the balancer's ``actors``
     _tracker: LoadTracker
-    _placer: RequestPlacer
+    _balancer: LoadBalancer
     _request: strategies.RoutingRequest
     _version: int
     _tokens: int
@@ -52,7 +115,7 @@ class Reservation(AbstractContextManager[Any], AbstractAsyncContextManager[Any])
             self._tracker.release(self.replica_id, self._request.num_samples, self._tokens)
             if answers:
                 begun = self._version if version is None else version
-                self._placer.finish(self._request, self.replica_id, begun, answers)
+                self._balancer._finish(self._request, self.replica_id, begun, answers)
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -61,12 +124,19 @@ class Reservation(AbstractContextManager[Any], AbstractAsyncContextManager[Any])
         self.release()
 
 
+# Attributes of a balancer that :meth:`LoadBalancer._build` makes anew for a copy.
+_OF_ONE_PROCESS = {"_settings", "_index", "_chosen_by", "_last_resort", "_replicas", "_monitor"}
+_OF_ONE_PROCESS |= {"sessions", "groups", "mean_output"}
+
+
 class LoadBalancer:
     """Distributes requests over replicas; no decision costs an actor call.
 
-    A request with a session or a group goes where that is, unless that is overloaded. For all
-    others strategies are asked in order, and the first that can decides; where none can, the
-    fewest requests do. Names, arguments and results are those of TorchRL's ``LoadBalancer``.
+    A session stays with the replica that served it last while that has the weights it had then, but
+    moves when the KV cache there is more than 90 % full and others' would not be with all of it. A
+    first request goes where its group is, unless that is overloaded. For all others strategies are
+    asked in order, and the first that can decides; where none can, the fewest requests do. Names,
+    arguments and results are those of TorchRL's ``LoadBalancer``.
 
     A service feeds its own ledger. For a list of actors with TorchRL's methods the balancer keeps
     one, with the ids ``"0"``, ``"1"``, ..., and asks them in the background until ``close``.
@@ -172,8 +242,9 @@ class LoadBalancer:
         """
         seen, salt = strategies.routing_prompt(prompt)
         request = strategies.RoutingRequest(seen, request_context, salt=salt)
-        with self._ready().lock:
-            return self._choose(request, (), 0)[2]
+        with (tracker := self._ready()).lock:
+            chosen = self._choose(request, (), 0)[1]
+            return tracker.positions[chosen.replica_id]
 
     def reserve(
         self,
@@ -270,14 +341,14 @@ class LoadBalancer:
         """
         released = as_keys("session_ids", session_ids)
         with self._ready().lock:
-            return self._placer.sessions.release(released)
+            return self.sessions.release(released)
 
     def get_stats(self) -> dict[str, Any]:
         """Returns settings and counts of the balancer under TorchRL's keys; None is unknown."""
         tracker = self._ready()
         with tracker.lock:
             snapshots, now = tracker.snapshots(), tracker.clock()
-            round_robin_index = self._placer.turn(snapshots)
+            round_robin_index = self._turn(snapshots)
         return {
             "strategies": list(self.strategies),
             "primary_strategy": self.strategy,
@@ -311,9 +382,14 @@ class LoadBalancer:
             seed=self.seed,
             first_turn=first_turn,
             clock=clock,
-            index=PrefixIndex(index_block_tokens(self.prefix_length)),
+            index=strategies.PrefixIndex(strategies.index_block_tokens(self.prefix_length)),
         )
-        self._placer = RequestPlacer(self._factories, settings, self._max_sessions)
+        self._settings, self._index = settings, settings.index
+        self._chosen_by = {name: factory(settings) for name, factory in self._factories.items()}
+        self._last_resort = strategies.LeastRequests(settings)
+        self.sessions, self.groups = KeyLedger(self._max_sessions), KeyLedger(self._max_sessions)
+        self.mean_output: float | None = None  # tokens of an answer, the latest weighing most
+        self._replicas: Candidates = ()  # whose caches are followed
         self._monitor: LoadMonitor | None = None
         if self._asks_actors:
             options: Any = {"interval_s": self._monitor_interval_s, "read": BareActorReader()}
@@ -324,25 +400,131 @@ class LoadBalancer:
 
     def _choose(
         self, request: strategies.RoutingRequest, exclude: Collection[str], min_version: int
-    ) -> tuple[Candidates, LoadSnapshot, int]:
-        """Candidates, the one to use, and its position among all. The ledger must be locked."""
-        tracker = self.load
-        self._placer.sync(tracker.candidates())
-        candidates = tracker.candidates_for(exclude, min_version)
-        chosen = self._placer.choose(request, candidates)
-        return candidates, chosen, tracker.positions[chosen.replica_id]
+    ) -> tuple[Candidates, LoadSnapshot]:
+        """Candidates, and the one to use. The ledger must be locked, as in all that follow."""
+        self._sync(self.load.candidates())
+        candidates = self.load.candidates_for(exclude, min_version)
+        if request.session_id is not None and (session := self.sessions.get(request.session_id)):
+            if here := _where(candidates, session):
+                return candidates, self._with_session(request, candidates, here)
+        elif request.group_id is not None and (group := self.groups.get(request.group_id)):
+            here = _where(candidates, group)
+            if here and self._may_join(request, candidates, here):
+                return candidates, here
+        return candidates, self._by_strategies(request, candidates)
 
     def _reserve(
         self, request: strategies.RoutingRequest, exclude: Collection[str], min_version: int
     ) -> Reservation:
-        candidates, one, index = self._choose(request, exclude, min_version)
-        tracker, placer, name = self.load, self._placer, one.replica_id
-        tokens = placer.place(request, one, candidates)
+        """Chooses, counts the tokens that the request will hold, and notes where it goes."""
+        candidates, one = self._choose(request, exclude, min_version)
+        num_tokens, name, version = request.num_tokens, one.replica_id, one.cache_version
+        if request.session_id is not None:
+            session = self.sessions.get(request.session_id)
+            if session is None or session.replica_id != name or session.version < version:
+                session = CachedAt(name, version)
+            self.sessions.note(request.session_id, session)
+        if request.group_id is not None:
+            group = self.groups.get(request.group_id)
+            # Not if it went past its group, which is overloaded, or stayed with its session.
+            if group is None or _where(candidates, group) is None:
+                group = CachedAt(name, version)
+            self.groups.note(request.group_id, group)
+        if (chain := request.known_chain) is not None:
+            # What is cached is in use already, as a rule: by requests that begin alike.
+            num_tokens = chain.num_tokens - self._index.cached_tokens(chain, name, version)
+            self._index.insert(chain, name, version)
+        expected = self.mean_output or 0.0
+        if request.max_tokens is not None:
+            expected = min(expected, request.max_tokens)
+        tracker, tokens = self.load, num_tokens + int(request.num_samples * expected)
         tracker.reserve(name, request.num_samples, tokens)
-        return Reservation(name, index, tracker, placer, request, one.cache_version, tokens)
+        return Reservation(name, tracker.positions[name], tracker, self, request, version, tokens)
+
+    def _sync(self, replicas: Candidates) -> None:
+        """Notes which replicas there are; the caches of those that left are forgotten."""
+        if replicas is self._replicas:
+            return
+        now = {id(snapshot) for snapshot in replicas}
+        for snapshot in self._replicas:
+            if id(snapshot) not in now:  # it left, though another may have its id by now
+                self._index.remove(snapshot.replica_id)
+        for snapshot in replicas:
+            if snapshot.block_size is not None:
+                self._index.set_block_tokens(strategies.index_block_tokens(snapshot.block_size))
+            if snapshot.kv_cache_tokens is not None:
+                self._index.set_capacity(snapshot.replica_id, snapshot.kv_cache_tokens)
+        self._replicas = replicas
+
+    def _by_strategies(
+        self, request: strategies.RoutingRequest, choices: Sequence[LoadSnapshot]
+    ) -> LoadSnapshot:
+        """Asks the strategies in order; where none decides, the fewest requests do."""
+        for name, strategy in self._chosen_by.items():
+            position = strategy.choose(request, choices)
+            if position is None:
+                continue
+            is_integer = isinstance(position, (int, np.integer)) and not isinstance(position, bool)
+            if not is_integer or not 0 <= position < len(choices):
+                raise IndexError(
+                    f"strategy {name!r} must choose one of {len(choices)} positions, "
+                    f"got {position!r}"
+                )
+            return choices[position]
+        return choices[self._last_resort.choose(request, choices)]
+
+    def _turn(self, snapshots: Sequence[LoadSnapshot]) -> int:
+        """Position among all replicas whose turn is next; 0 if none, or without ``round-robin``."""
+        admitting = [at for at, one in enumerate(snapshots) if one.state.admits_requests]
+        for strategy in self._chosen_by.values():
+            if isinstance(strategy, strategies.RoundRobin) and admitting:
+                return admitting[strategy.peek([snapshots[at] for at in admitting])]
+        return 0
+
+    def _finish(
+        self,
+        request: strategies.RoutingRequest,
+        replica_id: str,
+        version: int,
+        answers: Sequence[Sequence[int] | np.ndarray],
+    ) -> None:
+        """Learns from a request's answers: their length, and what is cached where."""
+        for length in map(len, answers):
+            mean = float(length) if self.mean_output is None else self.mean_output
+            self.mean_output = mean + (length - mean) * _LATEST
+        if request.session_id is not None:
+            session = self.sessions.get(request.session_id)
+            if session and session.replica_id == replica_id and session.version < version:
+                self.sessions.note(request.session_id, CachedAt(replica_id, version))
+        chain = request.known_chain
+        if chain is None or chain.block_tokens != self._index.block_tokens:
+            return
+        if any(one.replica_id == replica_id for one in self._replicas):  # else it is not followed
+            for answer in answers:
+                self._index.insert(chain.followed_by(answer), replica_id, version)
+
+    def _with_session(
+        self, request: strategies.RoutingRequest, candidates: Candidates, here: LoadSnapshot
+    ) -> LoadSnapshot:
+        """The replica that has the request's session, or one that costs less."""
+        now, max_age_s = self._settings.clock(), self._settings.max_report_age_s
+        if here.kv_cache_tokens is None or here.has_room(0, now, max_age_s):
+            return here
+        tokens = request.num_tokens
+        roomy = [one for one in candidates if one.has_room(tokens, now, max_age_s)]
+        return self._by_strategies(request, roomy) if roomy else here
+
+    def _may_join(
+        self, request: strategies.RoutingRequest, candidates: Candidates, here: LoadSnapshot
+    ) -> bool:
+        """Whether the replica that has the request's group may take it."""
+        loads = strategies.loads_of(candidates, self._settings)
+        position = next(at for at, one in enumerate(candidates) if one is here)
+        may_grow = loads[position] + request.num_samples <= _GROUP_SAMPLES
+        return may_grow or position in strategies.not_overloaded(loads, request, self._settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_placer", "_monitor")}
+        return {name: one for name, one in vars(self).items() if name not in _OF_ONE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A service that holds this balancer may not be whole yet: leave it alone. A copied ledger
@@ -361,3 +543,9 @@ def _sampled_as(params: Any) -> tuple[int, int | None]:
             f"got n={n!r} and max_tokens={max_tokens!r}"
         )
     return n, max_tokens
+
+
+def _where(candidates: Candidates, cached: CachedAt) -> LoadSnapshot | None:
+    """The candidate that still has it cached; None if that is none, or has newer weights."""
+    here = next((one for one in candidates if one.replica_id == cached.replica_id), None)
+    return here if here and here.cache_version <= cached.version else None

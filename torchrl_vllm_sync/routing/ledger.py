@@ -14,9 +14,8 @@ from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
-from torchrl_vllm_sync.versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -177,15 +176,8 @@ class LoadSnapshot:
             now: Time by the ledger's clock; None means ``time.monotonic()``.
         """
         now = time.monotonic() if now is None else now
-        same = [
-            "replica_id",
-            "reason",
-            "num_unfinished",
-            "num_running",
-            "num_waiting",
-            "weight_version",
-        ]
-        return {name: getattr(self, name) for name in same} | {
+        same = "replica_id reason num_unfinished num_running num_waiting weight_version"
+        return {name: getattr(self, name) for name in same.split()} | {
             "state": str(self.state),
             "pending_requests": self.in_flight,
             "cache_usage": self.kv_cache_usage,
@@ -432,17 +424,21 @@ class LoadTracker:
 
     def mark(
         self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
-    ) -> None:
-        """Records a state seen from outside, such as ``FAILED`` when a call to the actor died."""
+    ) -> bool:
+        """Records a state seen from outside, such as ``FAILED``; says whether that was news."""
+        with self.lock:
+            if replica_id not in self._snapshots:
+                return False
         with self._changing(replica_id) as known:
             if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
-                return  # it was closed, and has not failed
+                return False  # it was closed, and has not failed
             known.marked_at = self.clock()
             if not may_return:
                 known.away_since = None
             elif known.state is not ReplicaState.FAILED:  # one that failed for good stays away
                 known.away_since = known.marked_at
             known.state, known.reason = state, reason
+            return True
 
     def set_floor(self, replica_id: str, version: int) -> None:
         """Excludes a replica, which may not know that it is behind, until it holds ``version``."""

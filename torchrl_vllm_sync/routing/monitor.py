@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any
 
-from torchrl_vllm_sync.checks import check_positive
+import ray
+from ray._private import worker
+from ray.exceptions import RayError
+
+from torchrl_vllm_sync.errors import loss
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
 
 if TYPE_CHECKING:
@@ -29,9 +33,6 @@ logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def staying_connected() -> Iterator[bool]:
     """Yields whether this process is connected to Ray, and keeps that from ending in the block."""
-    import ray
-    from ray._private import worker
-
     # A core worker (Ray 2.60) that is called after its end takes the whole process with it, so
     # background threads make their calls in here, and no long ones: Ray shuts down under this lock.
     # No time limit: while one of them waits for a busy head, the others must not end for good.
@@ -41,8 +42,6 @@ def staying_connected() -> Iterator[bool]:
 
 def _connection() -> tuple[str, str]:
     """Identity of this process's connection to a Ray cluster, unlike an earlier one's."""
-    import ray
-
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
 
@@ -113,10 +112,6 @@ class LoadMonitor:
         unresponsive_after_s: float | None = None,
         read: ReportReader | None = None,
     ) -> None:
-        check_positive("interval_s", interval_s)
-        check_positive("timeout_s", timeout_s)
-        if unresponsive_after_s is not None:
-            check_positive("unresponsive_after_s", unresponsive_after_s)
         self._tracker = tracker
         self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
         self._interval_s, self._timeout_s = interval_s, timeout_s
@@ -127,10 +122,6 @@ class LoadMonitor:
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._warned: set[str] = set()
-
-    @property
-    def is_running(self) -> bool:
-        return self._started_in == os.getpid() and bool(self._thread and self._thread.is_alive())
 
     def start(self) -> None:
         """Starts the thread, unless it was started in this process and not stopped since."""
@@ -154,9 +145,6 @@ class LoadMonitor:
             thread.join(timeout_s)
 
     def _run(self, stop: Future[None]) -> None:
-        import ray
-        from ray.exceptions import RayError
-
         with staying_connected() as is_connected:
             if not is_connected:
                 return
@@ -227,10 +215,6 @@ class LoadMonitor:
             self._mark_failed(replica_id, f"its actor has not answered for {silent_s:.1f} s")
 
     def _take_answers(self, asks: dict[str, _Ask]) -> None:
-        from ray.exceptions import RayError
-
-        from torchrl_vllm_sync.ray_errors import loss
-
         for replica_id, ask in list(asks.items()):
             if not all(future.done() for future in ask.futures):
                 continue
@@ -251,12 +235,8 @@ class LoadMonitor:
 
     def _mark_failed(self, replica_id: str, reason: str, *, may_return: bool = False) -> None:
         """Marks a replica that is dead or silent; one that was closed before stays so."""
-        with self._tracker.lock:
-            known = self._tracker.snapshot(replica_id)
-            if known is None or known.state is ReplicaState.CLOSED:
-                return
-            self._tracker.mark(replica_id, ReplicaState.FAILED, reason, may_return=may_return)
-        self._warn_once(replica_id, reason)
+        if self._tracker.mark(replica_id, ReplicaState.FAILED, reason, may_return=may_return):
+            self._warn_once(replica_id, reason)
 
     def _warn_once(self, replica_id: str, what: str) -> None:
         """Logs a fault of a replica, once until it answers again."""

@@ -119,13 +119,14 @@ class Fleet:
         """
         checks.check_integer("num_replicas", num_replicas, 1)
         self._require_supervision()
-        membership = self._require_open()
-        self._join(ids := [membership.new_id() for _ in range(num_replicas)])
+        self._require_open()
+        self._join(ids := self._replicas.new_ids(num_replicas))
         return ids
 
     def restart(self, replica_id: str) -> None:
         """Ends what is left of a replica, and starts it anew on whatever node has room."""
-        member = self._require_open().suspend(replica_id)
+        self._require_open()
+        member = self._replicas.suspend(replica_id)
         self._load.mark(replica_id, ReplicaState.STARTING, "it is being restarted")
         self._end(member)
         self._member(replica_id)  # it may have been removed meanwhile
@@ -149,9 +150,8 @@ class Fleet:
 
     def _put(self, members: Sequence[Member]) -> None:
         """Makes them members: pushes wait for them from now on, requests do not go there yet."""
-        membership = self._require_open()
-        for one in members:
-            membership.put(one)
+        self._require_open()
+        self._replicas.put(*members)
         self._load.follow([one.replica_id for one in self._replicas])
         for one in members:
             self._load.renew(one.replica_id, ReplicaState.STALE)
@@ -161,7 +161,7 @@ class Fleet:
         """Has new members serve once they hold what the others do."""
         ids = [one.replica_id for one in members]
         self.share_membership()  # pushes need not wait until one that hangs is given up
-        if self._newest_version(ids):
+        if self._newest(ids)[0]:
             time.sleep(PROPAGATION_S)  # from now on others' pushes reach them too
         for _ in range(MAX_LOOKS):
             newest, run_id = self._newest(ids)
@@ -170,7 +170,7 @@ class Fleet:
                 self.catch_up(ids)
             else:
                 self._replicas.learn(ids, timeout_s=CALL_TIMEOUT_S)
-            if self._newest_version(ids) == newest:
+            if self._newest(ids)[0] == newest:
                 return
 
     @contextlib.contextmanager
@@ -182,7 +182,8 @@ class Fleet:
                 self._replicas.learn()
                 with self._lock:
                     one = self._holdable(version, allow_last=allow_last)
-                    member = self._require_open().suspend(one.replica_id, held=True)
+                    self._require_open()
+                    member = self._replicas.suspend(one.replica_id, held=True)
                     self._leaving.add(one.replica_id)
                     ending.callback(self._hand_back, member)
                     self._replicas.describe(self._member(one.replica_id))
@@ -240,17 +241,13 @@ class Fleet:
         self._replicas.learn(behind, timeout_s=CALL_TIMEOUT_S)
         return failures
 
-    def _newest_version(self, but: Sequence[str]) -> int:
-        """Newest version that another replica serves with, or that this process committed."""
+    def _newest(self, but: Sequence[str]) -> tuple[int, str | None]:
+        """Newest version another replica serves, or this process committed, and its known run."""
         others = [one for one in self._load.admitting() if one.replica_id not in but]
-        served = [one.cache_version for one in others]
         # While none serves, the newest that any ever held: trainers of other processes have
         # committed up to that, and the launched weights must not come back.
-        return max([self._pusher.committed, *(served or [self._load.newest_version])])
-
-    def _newest(self, but: Sequence[str]) -> tuple[int, str | None]:
-        """:meth:`_newest_version`, and the run that it belongs to, if that is known."""
-        newest, pusher = self._newest_version(but), self._pusher
+        served = [one.cache_version for one in others] or [self._load.newest_version]
+        newest, pusher = max([self._pusher.committed, *served]), self._pusher
         return newest, pusher.committed_run_id if newest == pusher.committed else None
 
     def remove_replicas(
@@ -273,7 +270,7 @@ class Fleet:
             UnsupportedArgumentError: There is no such replica, or none would be left.
         """
         self._require_supervision()
-        checks.check_wait("drain_timeout_s", drain_timeout_s)
+        checks.check_seconds("drain_timeout_s", drain_timeout_s, or_zero=True)
         if isinstance(replicas, int):
             checks.check_integer("replicas", replicas, 1)
         with self._lock:
@@ -310,10 +307,10 @@ class Fleet:
         try:
             self._await_idle(members, drain_timeout_s)
             with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
-                membership = self._require_open()  # a shutdown has ended them all
-                # One may have been restarted meanwhile, or removed by another thread.
-                known = [one.replica_id for one in members if membership.find(one.replica_id)]
-                gone = [membership.remove(one) for one in known]
+                # A shutdown has ended them all; one may have been restarted meanwhile, or removed.
+                there, ids = self._require_open().members, {one.replica_id for one in members}
+                gone = [one for one in there if one.replica_id in ids]
+                self._replicas.put(without=ids)
                 self._load.follow([one.replica_id for one in self._replicas])
         except BaseException:  # an interrupt from the keyboard too
             if self.is_open:
@@ -324,7 +321,7 @@ class Fleet:
     def _await_idle(self, members: Sequence[Member], timeout_s: float) -> None:
         deadline, busy = checks.Deadline(timeout_s), list(members)
         while busy and not deadline.passed:
-            limit_s = deadline.min(CALL_TIMEOUT_S).left_s
+            limit_s = min(deadline.left_s, CALL_TIMEOUT_S)
             reports = self._call(busy, "report", limit_s=limit_s).good
             busy = [
                 one
@@ -366,10 +363,9 @@ class Fleet:
 
     def _require_open(self) -> Membership:
         """Returns the membership; raises once the fleet was closed."""
-        membership = self._replicas.membership
-        if not self.is_open or membership is None:
+        if not self.is_open:
             raise errors.ServiceClosedError(f"service {self._replicas.service_name} was shut down")
-        return membership
+        return self._replicas.require()
 
     def _member(self, replica_id: str) -> Member:
         if (member := self._require_open().find(replica_id)) is None:
@@ -425,7 +421,7 @@ class QueueLengthScaling:
         checks.check_integer("max_replicas", self.max_replicas, self.min_replicas)
         for name in ("long_queue", "idle_load", "patience_s"):
             checks.check_number(name, getattr(self, name), 0)
-        checks.check_wait("drain_timeout_s", self.drain_timeout_s)
+        checks.check_seconds("drain_timeout_s", self.drain_timeout_s, or_zero=True)
         self._long_since = self._idle_since = math.inf
 
     def __call__(self, snapshots: Sequence[LoadSnapshot], now: float) -> int:

@@ -20,9 +20,8 @@ import ray.util
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_vllm_sync.checks import Deadline
-from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError
+from torchrl_vllm_sync.errors import ReplicaUnavailableError, ServiceClosedError, loss
 from torchrl_vllm_sync.observe.status import ServiceStatus, StatusLog
-from torchrl_vllm_sync.ray_errors import loss
 from torchrl_vllm_sync.replica import (
     UNRESPONSIVE_AFTER_S,
     EngineReport,
@@ -61,77 +60,25 @@ class ServiceSettings:
 
 
 class Membership:
-    """The replicas of a service, in the order of joining, kept by restarts; thread-safe."""
+    """The replicas of a service, in the order of joining, which restarts keep; immutable."""
 
-    def __init__(
-        self, members: Iterable[Member] = (), next_id: int | None = None, epoch: int = 0
-    ) -> None:
-        self._lock = threading.Lock()
-        self._members = {one.replica_id: one for one in members}
-        self._next_id = 1 + max(map(int, self._members), default=-1) if next_id is None else next_id
+    def __init__(self, members: Iterable[Member] = (), next_id: int = 0, epoch: int = 0) -> None:
+        self.members = [*members]  # the actor of one that is being restarted may be dead
+        self.next_id = max([next_id, *(1 + int(one.replica_id) for one in self.members)])
         self.epoch = epoch  # changes since the launch: of two memberships the greater is newer
 
-    @property
-    def members(self) -> list[Member]:
-        """All of them, in order; the actor of one that is being restarted may be dead."""
-        with self._lock:
-            return list(self._members.values())
-
     def find(self, replica_id: str) -> Member | None:
-        return self._members.get(replica_id)
-
-    def new_id(self) -> str:
-        """Returns an id that no replica of the service ever had."""
-        with self._lock:
-            self._next_id += 1
-            return str(self._next_id - 1)
-
-    def put(self, member: Member) -> None:
-        """Adds a member, or replaces the one of its id in its place."""
-        with self._lock:
-            self._members[member.replica_id] = member
-            self._next_id = max(self._next_id, 1 + int(member.replica_id))
-            self.epoch += 1
-
-    def suspend(self, replica_id: str, *, held: bool = False) -> Member:
-        """Marks a member as not to be called until another is put in its place, or it again."""
-        with self._lock:
-            member = self._members[replica_id]
-            self._members[replica_id] = dataclasses.replace(member, joined=False, held=held)
-            self.epoch += 1
-            return member
-
-    def remove(self, replica_id: str) -> Member:
-        with self._lock:
-            member = self._members.pop(replica_id)
-            self.epoch += 1
-            return member
-
-    def follow(self, newer: Membership) -> None:
-        """Takes over what another process knows."""
-        members, next_id, epoch = newer._state()
-        with self._lock:
-            self._members = {one.replica_id: one for one in members}
-            self._next_id, self.epoch = next_id, epoch
+        return next((one for one in self.members if one.replica_id == replica_id), None)
 
     def with_actors(self, actors: Mapping[str, Any] | None) -> Membership:
         """Returns a copy of the same epoch: the members with these actors, or all without any."""
         # Without, for an actor to keep: it must not hold handles of its own service.
-        known, next_id, epoch = self._state()
         members = [
             dataclasses.replace(one, actor=actors and actors[one.replica_id])
-            for one in known
+            for one in self.members
             if actors is None or one.replica_id in actors
         ]
-        return Membership(members, next_id, epoch)
-
-    def _state(self) -> tuple[list[Member], int, int]:
-        """What a copy is made of, at one moment: of two copies of an epoch none counts as newer."""
-        with self._lock:
-            return [*self._members.values()], self._next_id, self.epoch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Membership, self._state()
+        return Membership(members, self.next_id, self.epoch)
 
 
 NAMESPACE = "torchrl_vllm"
@@ -334,17 +281,13 @@ class Replicas(Sequence[Member]):
     """A launched service's replicas in the order of joining; the transports' ``ReplicaClient``."""
 
     def __init__(
-        self,
-        settings: ServiceSettings,
-        membership: Membership | None = None,
-        *,
-        is_copy: bool = False,
+        self, settings: ServiceSettings, membership: Membership | None = None, is_copy: bool = False
     ) -> None:
         self.settings = settings  # replaced by :meth:`meeting_point` and by a new balancer
         self.membership = membership  # ``None`` unless the service is launched
         self.is_copy = is_copy  # of a service that another process launched
         self.follows = is_copy or settings.detached  # others may change the membership
-        self._has_asked, self._looked_at, self._following = False, 0.0, threading.Lock()
+        self._has_asked, self._looked_at, self._lock = False, 0.0, threading.RLock()
         self._last_served = 0
         self.load = LoadTracker([one.replica_id for one in self], state=ReplicaState.SERVING)
         for one in self.members:
@@ -362,12 +305,37 @@ class Replicas(Sequence[Member]):
 
     def close(self) -> None:
         """Lists none any more; the ledger stays for requests that are still in flight."""
-        self.membership = None
+        with self._lock:
+            self.membership = None
+
+    def new_ids(self, number: int) -> list[str]:
+        """Returns ids that no replica of the service ever had."""
+        with self._lock:
+            known = self.require()
+            end = known.next_id + number
+            self.membership = Membership(known.members, end, known.epoch)
+            return [str(one) for one in range(known.next_id, end)]
+
+    def put(self, *members: Member, without: Collection[str] = ()) -> None:
+        """Adds members, or replaces those of their ids in their places; others leave."""
+        with self._lock:
+            known = self.require()
+            left = {one.replica_id: one for one in (*known.members, *members)}
+            kept = [one for name, one in left.items() if name not in without]
+            self.membership = Membership(kept, known.next_id, known.epoch + 1)
+
+    def suspend(self, replica_id: str, *, held: bool = False) -> Member:
+        """Marks a member as not to be called until another is put in its place, or it again."""
+        with self._lock:
+            if (member := self.require().find(replica_id)) is None:
+                raise KeyError(f"no replica {replica_id!r} in service {self.service_name}")
+            self.put(dataclasses.replace(member, joined=False, held=held))
+            return member
 
     @property
     def members(self) -> list[Member]:
         membership = self.membership  # another thread may close the service
-        return membership.members if membership else []
+        return [*membership.members] if membership else []
 
     def __len__(self) -> int:
         return len(self.members)
@@ -449,10 +417,8 @@ class Replicas(Sequence[Member]):
 
     def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
         name, now = death.replica_id, {one.replica_id: one.actor for one in self.current()}
-        with self.load.lock:
-            # Another actor may have taken its place meanwhile, or it was removed.
-            if now.get(name) == actor and name in self.load.replica_ids:
-                self.load.mark(name, death.state, death.reason, may_return=death.may_return)
+        if now.get(name) == actor:  # else another has taken its place meanwhile, or it was removed
+            self.load.mark(name, death.state, death.reason, may_return=death.may_return)
 
     def figure(self, method: str, actor_index: int | None) -> Any:
         """One replica's figure by position, or all in a list, as TorchRL; ``None`` if unknown."""
@@ -547,19 +513,19 @@ class Replicas(Sequence[Member]):
         except (ServiceClosedError, RayError) as error:  # no replica may be left to ask
             logger.debug("could not ask who is in service %s: %s", self.service_name, error)
             return
-        with self._following:
-            membership = self.membership
-            if membership is not None and newer.epoch > membership.epoch:
-                self._follow(membership, newer)
+        self._follow(newer)
 
-    def _follow(self, membership: Membership, newer: Membership) -> None:
-        restarts = {one.replica_id: one.num_restarts for one in membership.members}
-        membership.follow(newer)
-        self.load.follow([one.replica_id for one in self])
-        for one in self.members:
-            if restarts.get(one.replica_id) != one.num_restarts:
-                self.load.renew(one.replica_id, ReplicaState.STARTING)
-            self.describe(one)
+    def _follow(self, newer: Membership) -> None:
+        with self._lock:
+            if self.membership is None or newer.epoch <= self.membership.epoch:
+                return
+            restarts = {one.replica_id: one.num_restarts for one in self}
+            self.membership = newer
+            self.load.follow([one.replica_id for one in newer.members])
+            for one in newer.members:
+                if restarts.get(one.replica_id) != one.num_restarts:
+                    self.load.renew(one.replica_id, ReplicaState.STARTING)
+                self.describe(one)
 
     @property
     def rendezvous(self) -> tuple[str, int | None]:

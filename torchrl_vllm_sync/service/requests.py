@@ -14,19 +14,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from tqdm.auto import tqdm
 
-from torchrl_vllm_sync.checks import check_positive, shown
-from torchrl_vllm_sync.errors import (
-    InvalidPromptError,
-    NoReplicaAvailableError,
-    RequestLostError,
-    UnsupportedArgumentError,
-)
-from torchrl_vllm_sync.ray_errors import loss
+from torchrl_vllm_sync import errors
+from torchrl_vllm_sync.checks import check_positive, check_version, shown
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
-from torchrl_vllm_sync.routing.placer import key_per_prompt
-from torchrl_vllm_sync.versions import check_version
+from torchrl_vllm_sync.routing.balancer import key_per_prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
@@ -37,10 +30,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from torchrl_vllm_sync.requests.dispatch import Reserve
-    from torchrl_vllm_sync.routing.balancer import LoadBalancer, Reservation
-    from torchrl_vllm_sync.routing.placer import RequestKey
+    from torchrl_vllm_sync.requests.messages import VersionSpan
+    from torchrl_vllm_sync.routing.balancer import LoadBalancer, RequestKey, Reservation
     from torchrl_vllm_sync.service.replicas import Replicas
-    from torchrl_vllm_sync.versions import VersionSpan
 
     Prompt = str | list[int] | torch.Tensor | np.ndarray | Mapping[str, Any]
 
@@ -93,7 +85,7 @@ class RequestCounts:
         def end(error: Exception | None) -> None:
             nonlocal left
             left -= 1
-            lost = isinstance(error, RequestLostError)
+            lost = isinstance(error, errors.RequestLostError)
             self.add("answered" if error is None else "lost" if lost else "failed", 1)
 
         try:
@@ -131,9 +123,7 @@ class Requests:
         self._replicas, self._balancer = replicas, balancer
         self.counts = RequestCounts()  # of this process
         on_retry = functools.partial(self.counts.add, RETRIED)
-        self._dispatcher = Dispatcher(
-            replicas.answering, replicas.load, recovers, on_retry=on_retry
-        )
+        self._dispatcher = Dispatcher(replicas.answering, replicas.load, recovers, on_retry)
         self._tokenizer: Any = None
         self._prefix = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -171,7 +161,7 @@ class Requests:
             check_version("min_version", min_version)
         if lora_request is not None and not hasattr(lora_request, "lora_int_id"):
             told = f"lora_request must be a LoRARequest, for all prompts, got {shown(lora_request)}"
-            raise UnsupportedArgumentError(told)
+            raise errors.UnsupportedArgumentError(told)
         only = None if actor_index is None else self._replicas.at(actor_index).replica_id
         has_none = self._replicas.settings.engine_args.skip_tokenizer_init
         checked, is_batch = as_requests(
@@ -183,7 +173,7 @@ class Requests:
         )
         num = len(checked)
         if stream and num > 1:
-            raise InvalidPromptError(f"a stream must have exactly 1 prompt, got {num}")
+            raise errors.InvalidPromptError(f"a stream must have exactly 1 prompt, got {num}")
         sessions = key_per_prompt("session_id", session_id, num)
         groups = key_per_prompt("group_id", group_id, num)
         params = prepared_sampling_params(sampling_params, num, stream=stream)
@@ -257,10 +247,12 @@ class Requests:
             try:
                 return ray.get(one.actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
             except RayError as error:
-                if not isinstance(error, GetTimeoutError) and loss(one.replica_id, error) is None:
+                is_late = isinstance(error, GetTimeoutError)
+                if not is_late and errors.loss(one.replica_id, error) is None:
                     raise
                 reasons.append(f"replica {one.replica_id}: {type(error).__name__}")
-        raise NoReplicaAvailableError(f"no replica could send its tokenizer: {', '.join(reasons)}")
+        why = ", ".join(reasons)
+        raise errors.NoReplicaAvailableError(f"no replica could send its tokenizer: {why}")
 
 
 def _reserver(balancer: LoadBalancer, only: str | None = None) -> Reserve:

@@ -60,20 +60,19 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.routing.placer import RequestKey
+    from torchrl_vllm_sync.routing.balancer import RequestKey
     from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
-if TYPE_CHECKING:
     Batch = Sequence[Prompt] | None
     Params = SamplingParams | Sequence[SamplingParams] | None
     One = GenerateOptions[list[int], bool]
     Many = GenerateOptions[list[list[int]], Literal[False]]
     ManyOrErrors = GenerateOptions[list[list[int]], bool]
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def of_part(
@@ -197,11 +196,7 @@ class AsyncVLLM(RLvLLMEngine):
         self._set_up(settings)
 
     def _set_up(
-        self,
-        settings: ServiceSettings,
-        membership: Membership | None = None,
-        *,
-        is_copy: bool = False,
+        self, settings: ServiceSettings, membership: Membership | None = None, is_copy: bool = False
     ) -> None:
         """Makes the parts, which belong to this process alone; with a membership they run."""
         self.replicas = Replicas(settings, membership, is_copy=is_copy)
@@ -778,7 +773,7 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             NoReplicaAvailableError: Fewer serve after that time; it says what each is.
         """
-        checks.check_wait("timeout_s", timeout_s)
+        checks.check_seconds("timeout_s", timeout_s, or_zero=True)
         if num_replicas is not None:
             checks.check_integer("num_replicas", num_replicas, 0)
 
@@ -811,10 +806,7 @@ class AsyncVLLM(RLvLLMEngine):
         )
 
     def dashboard(
-        self,
-        port: int = 0,
-        host: str = "127.0.0.1",
-        history: str | os.PathLike[str] | None = None,
+        self, port: int = 0, host: str = "127.0.0.1", history: str | os.PathLike[str] | None = None
     ) -> Dashboard:
         """Returns the server of a page that shows the service, until this process lets it go.
 
@@ -946,15 +938,6 @@ def make_async_vllm_engine(
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
     """
-    return AsyncVLLM.from_pretrained(
-        model_name,
-        num_devices,
-        num_replicas,
-        verbose,
-        compile,
-        enable_fp32_output,
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=data_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        **kwargs,
-    )
+    given = locals()
+    given |= given.pop("kwargs")
+    return AsyncVLLM.from_pretrained(**given)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds, check_wait
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds, check_version
 from torchrl_vllm_sync.engine.args import num_workers, payload_of
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
@@ -16,7 +16,6 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S, Answers, Replicas
-from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, WeightTransport
@@ -60,7 +59,7 @@ class Weights:
             VersionNotReachedError: It was not reached in time; it says what each replica holds.
         """
         check_version("version", version)
-        check_wait("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, or_zero=True)
 
         def reached() -> int | None:
             self._replicas.require()

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
     ServiceClosedError,
@@ -24,7 +24,6 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
-from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
@@ -222,7 +221,7 @@ def catch_up_from_others(
     """Makes replicas load the snapshot that others loaded, or copy the weights of one of them."""
     answers: dict[str, Any] = {}
     calls = client.start_calls("snapshot_source", dict.fromkeys(givers, ()))
-    told = calls.answers(deadline.min(PROBE_TIMEOUT_S).left_s).values()
+    told = calls.answers(min(deadline.left_s, PROBE_TIMEOUT_S)).values()
     if stored := next((one for one in told if isinstance(one, dict)), None):
         answers = load_snapshot(client, replica_ids, stored, version, deadline.left_s)
         replica_ids = failed(answers)
@@ -619,7 +618,7 @@ class WeightPusher:
         """
         deadline = Deadline(timeout_s)
         probes = self._client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
-        silent = failed(probes.answers(deadline.min(PROBE_TIMEOUT_S).left_s))
+        silent = failed(probes.answers(min(deadline.left_s, PROBE_TIMEOUT_S)))
         with self.exclusive(timeout_s):
             others, serving = self._reports(without=replica_ids).values(), ReplicaState.SERVING
             reports = [one for one in others if isinstance(one, EngineReport)]
