@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.replica import LoadReport as LoadReport
     from torchrl_vllm_sync.replica import PushReport as PushReport
     from torchrl_vllm_sync.replica import ReplicaState as ReplicaState
-    from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
     from torchrl_vllm_sync.rl.evaluation import Evaluation as Evaluation
     from torchrl_vllm_sync.rl.evaluation import Evaluator as Evaluator
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
+    from torchrl_vllm_sync.rl.groups import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
     from torchrl_vllm_sync.rl.grpo import GRPORun as GRPORun
     from torchrl_vllm_sync.rl.grpo import train_grpo as train_grpo

@@ -27,7 +27,7 @@ from torchrl_vllm_sync import AsyncVLLM, VersionSpan, expand_spans, vLLMWrapper
 from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.columns import PackedResults
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 pytestmark = [

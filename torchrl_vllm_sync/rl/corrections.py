@@ -11,7 +11,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_vllm_sync.checks import check_number
 from torchrl_vllm_sync.errors import RowLayoutError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.keys import FULL_VERSIONS
+from torchrl_vllm_sync.rl.rows import FULL_VERSIONS
 from torchrl_vllm_sync.rl.staleness import COUNTING, VersionLike, as_version_source
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 

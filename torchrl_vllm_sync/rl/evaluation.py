@@ -12,8 +12,8 @@ from tensordict import set_list_to_stack
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_wait
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
-from torchrl_vllm_sync.rl.keys import NO_VERSION
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+from torchrl_vllm_sync.rl.rows import NO_VERSION
 from torchrl_vllm_sync.rl.tasks import make_env
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl._utils import logger
 from torchrl.data import LazyStackStorage
+from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as _TorchRLBuffer
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.objectives.llm import MCAdvantageSelector as _Selector
 
@@ -368,3 +369,38 @@ def _places(cursor: Any, max_size: int) -> torch.Tensor:
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(max_size))
     return torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)
+
+
+class RayReplayBuffer(_TorchRLBuffer):
+    """TorchRL's ``RayReplayBuffer``, which pickles: a copy reads and writes the same buffer.
+
+    TorchRL's own (up to 0.14.1 at least) does not pickle, as it must for a ``RayLLMCollector``.
+    Only where the buffer was made do ``close()`` and ``shutdown()`` end the actor; a copy lets go.
+
+    Example:
+        >>> buffer = RayReplayBuffer(storage=partial(LazyStackStorage, 512), batch_size=32)
+        >>> collector = RayLLMCollector(env, policy=policy, replay_buffer=buffer, ...)
+
+    Args:
+        *args, **kwargs: See TorchRL's ``RayReplayBuffer``.
+    """
+
+    _is_copy = False
+
+    def close(self) -> None:
+        """Ends the buffer's actor; on a copy, lets go of it."""
+        if not self._is_copy:
+            super().close()
+        elif self.is_alive:
+            del self._rb
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whether Ray runs is for each process to know, and TorchRL counts who needs it there.
+        state = {name: value for name, value in vars(self).items() if name != "_runtime_lease"}
+        return _rebuild, (type(self), {**state, "_is_copy": True})
+
+
+def _rebuild(kind: type[RayReplayBuffer], state: dict[str, Any]) -> RayReplayBuffer:
+    buffer = object.__new__(kind)
+    vars(buffer).update(state)
+    return buffer

@@ -6,10 +6,6 @@ import copy
 import itertools
 import logging
 import math
-import secrets
-import threading
-from collections import OrderedDict, deque
-from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -31,188 +27,32 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.requests.columns import listed_tokens, sampled_log_probs
-from torchrl_vllm_sync.rl import guards, keys, turns
-from torchrl_vllm_sync.rl.texts import Texts, objects
+from torchrl_vllm_sync.rl import guards
+from torchrl_vllm_sync.rl import rows as keys
+from torchrl_vllm_sync.rl.conversations import (
+    Conversation,
+    ConversationFinder,
+    behind,
+    carried,
+    end_of_turn,
+    group_name,
+    is_of,
+    said_in,
+    turn_stamps,
+    without_end,
+)
+from torchrl_vllm_sync.rl.rows import Texts, objects
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from tensordict import TensorDictBase
-    from tensordict.utils import NestedKey
 
     from torchrl_vllm_sync.versions import VersionSpan
 
 logger = logging.getLogger(__name__)
-
-# Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
-TRAJECTORY_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "traj_count")
-# Where AsyncEnvPool writes which of its environments a row is of.
-ENVIRONMENT_KEYS: tuple[NestedKey, ...] = ("env_index",)
-_CAPACITY = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The conversation that one row of a policy call belongs to."""
-
-    session_id: str  # the same at every turn
-    group_id: str  # of all that began with the same prompt; the same in every process
-
-
-class ConversationFinder:
-    """Finds the conversations of a policy's rows, turn by turn; thread-safe.
-
-    A trajectory's number names its conversation, in a pool with its environment's. A row without a
-    number continues that whose last prompt and answer its prompt begins with, message by message,
-    where equal siblings are told apart by counting. Other rows begin a conversation.
-
-    Rows are also places: an environment's index in a pool, or else the position in the batch. What
-    begins in a place ends the conversation there. A pickled copy begins anew, with its own names.
-    """
-
-    def __init__(self, capacity: int = _CAPACITY) -> None:
-        self._capacity = capacity
-        self._name = secrets.token_hex(6)
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        # Least recently continued first, each with the ends at which it may go on.
-        self._known: OrderedDict[str, tuple[Conversation, list[int]]] = OrderedDict()
-        self._waiting: dict[int, deque[str]] = {}  # sessions by what was said up to their ends
-        self._places: OrderedDict[object, str] = OrderedDict()
-        self._ended: list[str] = []
-
-    def __reduce__(self) -> tuple[type[ConversationFinder], tuple[int]]:
-        return type(self), (self._capacity,)
-
-    def find(
-        self,
-        rows: TensorDictBase,
-        prompts: Sequence[Sequence[str | bytes]],
-        *,
-        by_content: bool = True,
-        by_position: bool = True,
-    ) -> list[Conversation] | None:
-        """Returns the conversation of each row; ``None`` if nothing identifies them."""
-        numbers, environments = _numbers(rows, TRAJECTORY_KEYS), _numbers(rows, ENVIRONMENT_KEYS)
-        if numbers is None and not by_content:
-            return None
-        found: list[Conversation] = []
-        over: list[str] = []
-        with self._lock:
-            for at, prompt in enumerate(prompts):
-                digests = list(_digests(prompt))
-                environment = None if environments is None else environments[at]
-                if numbers is None:
-                    known = self._continued(digests)
-                    name = f"{self._name}-{next(self._numbers)}" if known is None else ""
-                else:
-                    name = f"{self._name}:{environment}.{numbers[at]}"
-                    known = self._named(name)
-                one = known or self._begin(name, digests)
-                place = ("row", len(prompts), at) if environment is None else ("pool", environment)
-                if by_position or environment is not None:
-                    before = self._settle(place, one.session_id)
-                    if known is None and before is not None:
-                        over.append(before)
-                found.append(one)
-            for session_id in {*over}.difference(one.session_id for one in found):
-                self._forget(session_id)
-        return found
-
-    def answered(
-        self, conversations: Sequence[Conversation], said: Sequence[Sequence[str | bytes]]
-    ) -> None:
-        """Notes what was said up to and with the answers, so that the next turns are recognised."""
-        each = len(said) // len(conversations)
-        with self._lock:
-            for at, messages in enumerate(said):
-                session_id = conversations[at // each].session_id
-                if session_id in self._known:  # not if another call has pushed it out
-                    *_, end = _digests(messages)
-                    self._known[session_id][1].append(end)
-                    self._waiting.setdefault(end, deque()).append(session_id)
-
-    def ended(self) -> list[str]:
-        """Returns the sessions that ended since the last call of this method."""
-        with self._lock:
-            ended, self._ended = self._ended, []
-            return ended
-
-    def _continued(self, digests: list[int]) -> Conversation | None:
-        end = next((one for one in reversed(digests) if one in self._waiting), None)
-        return None if end is None else self._go_on(self._waiting[end][0], [end])
-
-    def _named(self, session_id: str) -> Conversation | None:
-        known = self._known.get(session_id)
-        return None if known is None else self._go_on(session_id, [*known[1]])
-
-    def _go_on(self, session_id: str, from_ends: list[int]) -> Conversation:
-        self._known.move_to_end(session_id)
-        one, ends = self._known[session_id]
-        for end in from_ends:
-            ends.remove(end)
-            self._unwait(session_id, end)
-        return one
-
-    def _begin(self, session_id: str, digests: list[int]) -> Conversation:
-        one = Conversation(session_id, _group_name(digests))
-        self._known[session_id] = one, []
-        if len(self._known) > self._capacity:
-            self._forget(next(iter(self._known)))
-        return one
-
-    def _settle(self, place: object, session_id: str) -> str | None:
-        """Puts a conversation in its place; returns the one that was there before."""
-        before = self._places.pop(place, None)
-        self._places[place] = session_id
-        if len(self._places) > self._capacity:
-            self._places.popitem(last=False)
-        return before
-
-    def _forget(self, session_id: str) -> None:
-        if session_id in self._known:
-            for end in self._known.pop(session_id)[1]:
-                self._unwait(session_id, end)
-            self._ended.append(session_id)
-
-    def _unwait(self, session_id: str, end: int) -> None:
-        waiting = self._waiting[end]
-        waiting.remove(session_id)
-        if not waiting:
-            del self._waiting[end]
-
-
-def _digests(messages: Sequence[str | bytes]) -> Iterator[int]:
-    """Digest of what was said up to each message, the same in every process."""
-    digest = xxhash.xxh3_64()
-    for message in messages:
-        data = message.encode("utf-8", "surrogatepass") if isinstance(message, str) else message
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-        yield digest.intdigest()
-
-
-def _group_name(digests: list[int]) -> str:
-    """Of all that begin with the same prompt; 0 is where nothing was said."""
-    return f"prompt-{digests[-1] if digests else 0:016x}"
-
-
-def _said(chat: Chat) -> list[str]:
-    return [f"{one['role']}:{one['content']}" for one in chat]
-
-
-def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | None:
-    """The first of ``names`` that holds one number a row, however they are nested."""
-    for name in names:
-        entry: Any = rows.get(name, None)
-        if entry is not None:
-            flat = np.ravel(entry.tolist() if hasattr(entry, "tolist") else entry).tolist()
-            if len(flat) == rows.numel():
-                return flat
-    return None
-
 
 # Top-level entries of what is stamped.
 _STAMPS = [keys.POLICY_VERSION, keys.MAX_POLICY_VERSION, keys.POLICY_VERSIONS]
@@ -229,8 +69,7 @@ _MISSING = 1e-3
 _joined = _torchrl._cat_prompt_response
 # The values of one entry: a tensor of all rows, or a list with a value for each.
 _Entry: TypeAlias = Any
-Chat: TypeAlias = "list[dict[str, Any]]"
-"""Messages, each with its role and content."""
+Chat: TypeAlias = "list[dict[str, Any]]"  # messages, each with its role and content
 
 
 class _Seeds:
@@ -256,7 +95,7 @@ class _Seeds:
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     """TorchRL's ``vLLMWrapper`` over a service, with what TorchRL drops of each response kept.
 
-    Each generated row carries more entries than TorchRL's, named in ``torchrl_vllm_sync.rl.keys``
+    Each generated row carries more entries than TorchRL's, named in ``torchrl_vllm_sync.rl.rows``
     and of the batch's shape unless said otherwise.
 
     - ``"policy_version"`` and ``"max_policy_version"``, int64: the oldest and the newest policy
@@ -451,7 +290,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return super()._from_vllm_generate_history(rows, sampling_params, out)
         prompts = list(history.unbind(0))
         chats = [one.tolist(tolist_first=True) for one in prompts]
-        said = [_said(chat) for chat in chats]
+        said = [said_in(chat) for chat in chats]
         conversations = self._find_conversations(rows, said)
         tokens, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
         answers = self._answers(tokens, sampling_params, conversations)
@@ -521,7 +360,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         texts, _ = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
         encoded = self._encoded(texts)
         finds = self.find_sessions
-        names = [_group_name([*_digests(_said(one))]) if finds else None for one in chats]
+        names = [group_name(said_in(one)) if finds else None for one in chats]
         return [encoded[one] for one in texts], texts, names
 
     def _dense(
@@ -554,9 +393,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
             **self._columns(answers, answers.dense(self.padding_value), prompt, is_prompt),
             **answers.stamps(),
-            keys.TURNS: turns.stamps(
-                [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
-            ),
+            keys.TURNS: turn_stamps([len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows),
             **self._mask(answers, is_padded=True),
         }
         if self.return_log_probs:
@@ -611,7 +448,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             ids, kept, forked = self._continued(rows, chats, texts, end)
             tokens = [torch.tensor(one, dtype=torch.int64) for one in ids]
             if not self.prefer_tokens:
-                stamps = turns.stamps([*map(len, chats)], kept, forked)
+                stamps = turn_stamps([*map(len, chats)], kept, forked)
         else:
             is_nested = getattr(tokens, "is_nested", False)
             tokens = [*tokens.unbind(0)] if isinstance(tokens, torch.Tensor) else tokens
@@ -625,16 +462,16 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     ) -> tuple[list[list[int]], list[int], list[bool]]:
         """Tokens of prompts, how many are the last turn's, and whether that could not go on."""
         names = self.text_key, self.tokens_key, self.masks_key
-        before = [None] * len(chats) if self.prefer_tokens else turns.carried(rows, *names)
+        before = [None] * len(chats) if self.prefer_tokens else carried(rows, *names)
         # Behind a special token text is encoded as it is in the midst of a prompt.
         anchor = end or self.tokenizer.eos_token or ""
         new, kept, forked = [*texts], [[] for _ in chats], [False] * len(chats)
         for at, (turn, chat, shown) in enumerate(zip(before, chats, texts, strict=True)):
             if turn is None:
                 continue
-            rest = turns.behind(turn, chat, shown, end)
+            rest = behind(turn, chat, shown, end)
             if rest is None:
-                forked[at] = turns.is_of(turn, chat, end)
+                forked[at] = is_of(turn, chat, end)
             else:
                 new[at], kept[at] = anchor + rest, turn.ids
         encoded = self._encoded([*new, anchor])
@@ -666,14 +503,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         name = chosen["chat_template"]
         if name not in self._ends:
             probe = {**chosen, "add_generation_prompt": False}
-            self._ends[name] = turns.end_of_turn(
+            self._ends[name] = end_of_turn(
                 lambda chat: self.tokenizer.apply_chat_template(**{**probe, "conversation": chat}),
                 [str(one) for one in self.tokenizer.added_tokens_decoder.values() if one.special],
             )
         end = self._ends[name]
         shown = [
-            [turns.without_end(one, end) for one in chat if one["role"] != "<none>"]
-            for chat in chats
+            [without_end(one, end) for one in chat if one["role"] != "<none>"] for chat in chats
         ]
         return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown}), end
 

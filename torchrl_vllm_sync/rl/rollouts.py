@@ -39,8 +39,7 @@ from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.guards import check_tokenizers, named
 from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
-from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, joined
-from torchrl_vllm_sync.rl.texts import Texts
+from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, Texts, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

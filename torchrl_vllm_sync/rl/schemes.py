@@ -21,9 +21,8 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
-from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service, as_transport
+from torchrl_vllm_sync.rl.updater import CollectorVersions, WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import check_version
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport

@@ -16,7 +16,7 @@ from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
 from torchrl_vllm_sync.checks import check_integer, check_positive
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.keys import MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
+from torchrl_vllm_sync.rl.rows import MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.versions import check_version
 

@@ -22,7 +22,7 @@ from torchrl.record.loggers.common import Logger
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.gpus import GPUUse
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.corrections import deviations
 from torchrl_vllm_sync.rl.staleness import (
     COUNTING,
