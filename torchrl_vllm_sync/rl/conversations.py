@@ -11,7 +11,6 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,8 +33,7 @@ ENVIRONMENT_KEYS: tuple[NestedKey, ...] = ("env_index",)
 _CAPACITY = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """The conversation that one row of a policy call belongs to."""
 
     session_id: str  # the same at every turn
@@ -86,11 +84,12 @@ class ConversationFinder:
                 digests = list(_digests(prompt))
                 environment = None if environments is None else environments[at]
                 if numbers is None:
-                    known = self._continued(digests)
-                    name = f"{self._name}-{next(self._numbers)}" if known is None else ""
+                    end = next((one for one in reversed(digests) if one in self._waiting), None)
+                    fresh = end is None
+                    name = f"{self._name}-{next(self._numbers)}" if fresh else self._waiting[end][0]
                 else:
-                    name = f"{self._name}:{environment}.{numbers[at]}"
-                    known = self._named(name)
+                    end, name = None, f"{self._name}:{environment}.{numbers[at]}"
+                known = self._go_on(name, end)
                 one = known or self._begin(name, prompt)
                 place = ("row", len(prompts), at) if environment is None else ("pool", environment)
                 if by_position or environment is not None:
@@ -121,20 +120,15 @@ class ConversationFinder:
             ended, self._ended = self._ended, []
             return ended
 
-    def _continued(self, digests: list[int]) -> Conversation | None:
-        end = next((one for one in reversed(digests) if one in self._waiting), None)
-        return None if end is None else self._go_on(self._waiting[end][0], [end])
-
-    def _named(self, session_id: str) -> Conversation | None:
-        known = self._known.get(session_id)
-        return None if known is None else self._go_on(session_id, [*known[1]])
-
-    def _go_on(self, session_id: str, from_ends: list[int]) -> Conversation:
+    def _go_on(self, session_id: str, end: int | None) -> Conversation | None:
+        """The conversation, which goes on from this end, or from all that it has."""
+        if session_id not in self._known:
+            return None
         self._known.move_to_end(session_id)
         one, ends = self._known[session_id]
-        for end in from_ends:
-            ends.remove(end)
-            self._unwait(session_id, end)
+        for each in [*ends] if end is None else [end]:
+            ends.remove(each)
+            self._unwait(session_id, each)
         return one
 
     def _begin(self, session_id: str, prompt: Sequence[str | bytes]) -> Conversation:
@@ -214,15 +208,14 @@ def carried(rows: TensorDictBase, text: Any, tokens: Any, masks: Any) -> list[Tu
 
     It may be that of another conversation, which has ended there.
     """
-    found: list[Turn | None] = []
-    for row in rows.unbind(0) if rows.ndim == 1 else [None] * len(rows):
-        turn = None
-        if row is not None and (number := row.get(keys.NUM_MESSAGES, None)) is not None:
-            ids, mask = row[tokens, "full"], row[masks, "all_attention_mask"]
-            told = row[text, "prompt"], row[text, "response"]
-            turn = Turn(int(number), *told, ids[mask].tolist())
-        found.append(turn)
-    return found
+
+    def turn(row: TensorDictBase) -> Turn | None:
+        if (number := row.get(keys.NUM_MESSAGES, None)) is None:
+            return None
+        ids = row[tokens, "full"][row[masks, "all_attention_mask"]]
+        return Turn(int(number), row[text, "prompt"], row[text, "response"], ids.tolist())
+
+    return [turn(row) for row in rows.unbind(0)] if rows.ndim == 1 else [None] * len(rows)
 
 
 def end_of_turn(show: Callable[[list[dict[str, str]]], str], special: Sequence[str]) -> str:
@@ -265,13 +258,7 @@ def behind(turn: Turn, chat: Sequence[dict[str, Any]], shown: str, end: str) -> 
     return rest
 
 
-def turn_stamps(
-    num_messages: Sequence[int], kept: Sequence[int], forked: Sequence[bool]
-) -> dict[str, torch.Tensor]:
-    """The entry of rows, a value for each."""
-    values = {
-        keys.NUM_MESSAGES: torch.tensor(num_messages),
-        keys.KEPT: torch.tensor(kept),
-        keys.FORKED: torch.tensor(forked, dtype=torch.bool),
-    }
-    return {name[-1]: value for name, value in values.items()}
+def turn_stamps(*columns: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The entry of rows: messages, tokens kept, and whether it forked, a value for each row."""
+    names = keys.NUM_MESSAGES, keys.KEPT, keys.FORKED
+    return {name[-1]: torch.tensor(one) for name, one in zip(names, columns, strict=True)}

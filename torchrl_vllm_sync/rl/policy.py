@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import xxhash
 from tensordict import LazyStackedTensorDict, MetaData, NonTensorData, TensorDict, lazy_stack
-from torch.nn.utils.rnn import pad_sequence
 from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 from torchrl.modules.llm.policies import vllm_wrapper as _torchrl
@@ -41,7 +40,7 @@ from torchrl_vllm_sync.rl.conversations import (
     turn_stamps,
     without_end,
 )
-from torchrl_vllm_sync.rl.rows import Texts, objects
+from torchrl_vllm_sync.rl.rows import Texts, objects, sections
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
 
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDictBase
 
-    from torchrl_vllm_sync.versions import VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +64,6 @@ _FIGURES = (
 )
 # Of the probability may be outside a sampling mask, by rounding.
 _MISSING = 1e-3
-_joined = _torchrl._cat_prompt_response
-# The values of one entry: a tensor of all rows, or a list with a value for each.
-_Entry: TypeAlias = Any
 Chat: TypeAlias = "list[dict[str, Any]]"  # messages, each with its role and content
 
 
@@ -95,35 +90,32 @@ class _Seeds:
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     """TorchRL's ``vLLMWrapper`` over a service, with what TorchRL drops of each response kept.
 
-    Each generated row carries more entries than TorchRL's, named in ``torchrl_vllm_sync.rl.rows``
-    and of the batch's shape unless said otherwise.
+    Each generated row carries more entries than TorchRL's, of the batch's shape unless said
+    otherwise; ``torchrl_vllm_sync.rl.rows`` has their names.
 
     - ``"policy_version"`` and ``"max_policy_version"``, int64: the oldest and the newest policy
       version that sampled one of the row's tokens, in place of a collector's own stamp.
-    - ``("policy_versions", "response")``, int64, laid out as ``("tokens", "response")``: the
-      version that sampled each token; -1 on padding.
-    - ``("policy_versions", "full")``, int64, laid out as ``("tokens", "full")``: the same, with -1
-      on the prompt. Absent with ``input_mode="text"``, where TorchRL has no ``("tokens", "full")``.
+    - ``("policy_versions", "response")`` and ``"full"``, int64, laid out as ``"tokens"`` are: the
+      version that sampled each token; -1 on prompts and padding. As TorchRL has no
+      ``("tokens", "full")`` with ``input_mode="text"``, there is no such one either.
     - ``"finish_reason"``, text: vLLM's reason (``"stop"``, ``"length"``, ``"abort"``).
     - ``("generation", "num_cached_tokens")``, int64: tokens of the prompt that came from the prefix
       cache; -1 where vLLM did not say.
     - ``("generation", "queue_time")``, ``"prefill_time"`` and ``"decode_time"``, float32 seconds:
       from vLLM's queue to its first batch, to the first token, to the last. Pauses count where they
       fall; what a request did before an update sent it back does not. NaN where vLLM did not say.
-    - ``("generation", "replica_id")``, text: the replica that answered.
-    - ``("generation", "uncorrected")``, text: settings that ``allow`` let through; else absent.
+    - ``("generation", "replica_id")``, text: the replica that answered. ``"uncorrected"``, text:
+      settings that ``allow`` let through; else absent.
     - ``("sampling_mask", "response")``, int32 of the shape of ``("tokens", "response")`` and
       ``top_k + 8``, with ``return_sampling_mask``: the tokens that could be sampled there, by the
       engines' own log-probabilities; -1 behind the last.
     - ``("routed_experts", "full")``, int16 of the shape of ``("tokens", "full")``, layers, and
       experts a token, from engines launched with ``enable_return_routed_experts``: which experts
       computed each token; -1 on the last one, which none has computed, and on padding.
-
-    - ``("turns", "kept")``, int64, with ``input_mode="history"``: of the prompt's tokens, those of
-      the turn before, prompt and answer; 0 where the whole prompt was encoded.
-    - ``("turns", "forked")``, bool: the conversation went on, but the template shows an earlier
-      turn in another way (it drops thinking, for one), so that all of it was encoded anew.
-    - ``("turns", "num_messages")``, int64: messages of the prompt.
+    - ``("turns", "num_messages")``, int64, with ``input_mode="history"``: messages of the prompt.
+      ``"kept"``, int64: of its tokens, those of the turn before, prompt and answer; 0 where all of
+      it was encoded. ``"forked"``, bool: that was so because the template shows an earlier turn in
+      another way than before (it drops thinking, for one).
 
     So in a conversation the prompt of a turn begins with prompt and answer of the turn before,
     token by token: its text, encoded anew, would be other tokens than those sampled. The rows carry
@@ -193,7 +185,6 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         allow: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
-        guards.check_allowed(allow)
         if not isinstance(model, AsyncVLLM):
             raise UnsupportedArgumentError(
                 f"model must be a torchrl_vllm_sync.AsyncVLLM, got {type(model).__name__}; "
@@ -266,8 +257,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return mine, note
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._knows_tokenizer:
-            self._check_tokenizer()
+        self._check_tokenizer()
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         prompts = args[0] if args else kwargs["prompt_token_ids"]
         if isinstance(prompts, list):
@@ -276,7 +266,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _check_tokenizer(self) -> None:
         args = self.model.engine_args
-        if not args.skip_tokenizer_init:  # else the engines have none
+        if not (self._knows_tokenizer or args.skip_tokenizer_init):  # else the engines have none
             mine, its = guards.named(self.tokenizer), args.tokenizer or args.model
             names = f"the policy's {mine}", f"the engines' {its!r}"
             guards.check_tokenizers(self.tokenizer, self.model.requests.tokenizer(), names)
@@ -292,19 +282,20 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         chats = [one.tolist(tolist_first=True) for one in prompts]
         said = [said_in(chat) for chat in chats]
         conversations = self._find_conversations(rows, said)
-        tokens, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
-        answers = self._answers(tokens, sampling_params, conversations)
-        prompts, texts, said = map(answers.for_each_row, (prompts, texts, said))
-        replies = self._decoded(answers.tokens)
+        ids, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
+        answers = self._answers(ids, sampling_params, conversations)
+        ids, prompts, texts, said = map(answers.for_each_row, (ids, prompts, texts, said))
+        replies = self._decoded(answers.ids)
         if conversations:
             wholes = zip(said, replies, strict=True)
             self._finder.answered(conversations, [[*a, f"assistant:{b}"] for a, b in wholes])
-        text = {"prompt": texts, "response": replies, "full": self._decoded(answers.sequences)}
+        full = self._decoded([[*a, *b] for a, b in zip(ids, answers.ids, strict=True)])
+        text = {"prompt": texts, "response": replies, "full": full}
         chat = _chats(prompts, replies)
         entries = {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
         if stamps:
             entries[keys.TURNS] = {name: answers.for_each_row(one) for name, one in stamps.items()}
-        return self._rows(answers, tokens, entries)
+        return self._rows(answers, entries, *self._prompts(ids))
 
     def answer_chats(
         self,
@@ -338,13 +329,31 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             options: dict[str, Any] = {"sampling_params": own}
             options["group_id"] = [names[at] for at in of_row]
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
-        answers = _Answers(outputs, [], 1, params, note)
-        return self._dense(answers, ids, texts, chats, torch.tensor(of_row))
+        answers = _Answers(outputs, 1, params, note, self.padding_value)
+        num_rows, where = len(of_row), np.array(of_row)
+        said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
+
+        def late(make: Callable[[], Any]) -> Texts:
+            return Texts([num_rows], lambda: objects(make()))
+
+        def wholes() -> list[str]:
+            each = zip(where, said, strict=True)
+            return self._decoded([[*ids[at], *answer] for at, answer in each])
+
+        replies = late(lambda: self._decoded(said))
+        prompted = late(lambda: objects(texts)[where])
+        told = {"prompt": prompted, "response": replies, "full": late(wholes)}
+        entries = {
+            self.text_key: (Text, told),
+            self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
+            keys.TURNS: turn_stamps([len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows),
+            **self._columns(answers, *(one[where] for one in self._prompts(ids)), 0.0),
+        }
+        return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
 
     def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
         """For each chat what sends it, so many times, and returns its ``outputs``."""
-        if not self._knows_tokenizer:
-            self._check_tokenizer()
+        self._check_tokenizer()
         ids, _, names = self._encoded_chats(chats)
         judged, _ = self._judge(self.sampling_params)
         params = (self._seeds.of(judged, num_rows) for _ in ids)
@@ -363,46 +372,6 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         names = [group_name(said_in(one)) if finds else None for one in chats]
         return [encoded[one] for one in texts], texts, names
 
-    def _dense(
-        self,
-        answers: _Answers,
-        ids: list[list[int]],
-        texts: list[str],
-        chats: Sequence[Chat],
-        of_row: torch.Tensor,
-    ) -> TensorDict:
-        """The entries of all rows as columns; texts wait until they are looked at."""
-        prompts = [torch.tensor(one, dtype=torch.int64) for one in ids]
-        prompt = self._padded(prompts, self.padding_value, "left")[of_row]
-        is_prompt = self._padded([one >= 0 for one in prompts], False, "left")[of_row]
-        num_rows, where = len(of_row), of_row.numpy()
-        said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
-
-        def late(make: Callable[[], Any]) -> Texts:
-            return Texts.late([num_rows], lambda: objects(make()))
-
-        def wholes() -> list[str]:
-            each = zip(where, said, strict=True)
-            return self._decoded([[*ids[at], *answer] for at, answer in each])
-
-        replies = late(lambda: self._decoded(said))
-        prompted = late(lambda: objects(texts)[where])
-        told = {"prompt": prompted, "response": replies, "full": late(wholes)}
-        entries = {
-            self.text_key: (Text, told),
-            self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            **self._columns(answers, answers.dense(self.padding_value), prompt, is_prompt),
-            **answers.stamps(),
-            keys.TURNS: turn_stamps([len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows),
-            **self._mask(answers, is_padded=True),
-        }
-        if self.return_log_probs:
-            log_probs, _ = _right_padded(answers.log_probs(), torch.float32, 0.0)
-            full = _joined(torch.full(prompt.shape, math.nan), log_probs)
-            entries[self.log_probs_key] = LogProbs, {"response": log_probs, "full": full}
-        self._mark_padded(entries, MetaData(True))
-        return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
-
     def _from_vllm_generate_text(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
     ) -> TensorDictBase:
@@ -413,10 +382,10 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         conversations = self._find_conversations(td, [[one] for one in texts])
         answers = self._answers(texts, sampling_params, conversations)
         texts = answers.for_each_row(texts)
-        replies = None if self.tokenizer is None else self._decoded(answers.tokens)
+        replies = None if self.tokenizer is None else self._decoded(answers.ids)
         full = self._cat_text(texts, replies)
         text = {"prompt": texts, "response": replies, "full": full}
-        return self._rows(answers, None, {self.text_key: (Text, text)})
+        return self._rows(answers, {self.text_key: (Text, text)})
 
     def _from_vllm_generate_tokens(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
@@ -424,43 +393,33 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         rows: Any = td
         if self.input_key not in rows:
             return super()._from_vllm_generate_tokens(td, sampling_params, out)
-        if self.pad_output:
-            tokens = rows.get(self.input_key)
-        else:
-            tokens = [self._unpadded(one) for one in rows.get(self.input_key, as_list=True)]
-        conversations = self._find_conversations(td, [[repr(one.tolist())] for one in tokens])
-        return self._rows(self._answers(tokens, sampling_params, conversations), tokens, {})
+        given = rows.get(self.input_key, as_list=not self.pad_output)
+        ids = [self._unpadded(one) for one in given]
+        conversations = self._find_conversations(td, [[repr(one)] for one in ids])
+        answers = self._answers(ids, sampling_params, conversations)
+        if not self.pad_output:
+            return self._rows(answers, {}, *self._prompts(answers.for_each_row(ids)))
+        prompt = answers.for_each_row(given)
+        return self._rows(answers, {}, prompt, prompt != self.padding_value)
 
     def _prompt_tokens(
         self, rows: Any, first: History, chats: list[Chat]
-    ) -> tuple[list[torch.Tensor], list[str], dict[str, torch.Tensor]]:
+    ) -> tuple[list[list[int]], list[str], dict[str, torch.Tensor]]:
         """Tokens and text of each prompt, and what its row says of earlier turns.
 
         With ``prefer_tokens`` they are those that the rows have.
         """
         tokens: Any = None
-        stamps: dict[str, torch.Tensor] = {}
         for name in ("prompt", "full") if self.prefer_tokens else ():
             if tokens is None:
                 tokens = rows.get((self.tokens_key, name), None, as_list=True)
-        if tokens is None:
-            texts, end = self._rendered(first, chats)
-            ids, kept, forked = self._continued(rows, chats, texts, end)
-            tokens = [torch.tensor(one, dtype=torch.int64) for one in ids]
-            if not self.prefer_tokens:
-                stamps = turn_stamps([*map(len, chats)], kept, forked)
-        else:
+        if tokens is not None:
             is_nested = getattr(tokens, "is_nested", False)
             tokens = [*tokens.unbind(0)] if isinstance(tokens, torch.Tensor) else tokens
-            if not is_nested and len({*map(len, tokens)}) == 1:  # others cannot be padded
-                tokens = [*map(self._unpadded, tokens)]
-            texts = self._decoded(tokens)
-        return tokens, texts, stamps
-
-    def _continued(
-        self, rows: TensorDictBase, chats: list[Chat], texts: list[str], end: str
-    ) -> tuple[list[list[int]], list[int], list[bool]]:
-        """Tokens of prompts, how many are the last turn's, and whether that could not go on."""
+            is_padded = not is_nested and len({*map(len, tokens)}) == 1  # others cannot be
+            ids = [self._unpadded(one) if is_padded else one.tolist() for one in tokens]
+            return ids, self._decoded(ids), {}
+        texts, end = self._rendered(first, chats)
         names = self.text_key, self.tokens_key, self.masks_key
         before = [None] * len(chats) if self.prefer_tokens else carried(rows, *names)
         # Behind a special token text is encoded as it is in the midst of a prompt.
@@ -480,7 +439,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             [*ids, *encoded[one][skipped:]] if ids else encoded[one]
             for ids, one in zip(kept, new, strict=True)
         ]
-        return ids, [*map(len, kept)], forked
+        stamps = turn_stamps([*map(len, chats)], [*map(len, kept)], forked)
+        return ids, texts, {} if self.prefer_tokens else stamps
 
     def _encoded(self, texts: list[str]) -> dict[str, list[int]]:
         distinct = list(dict.fromkeys(texts))  # the samples of a group have one prompt
@@ -488,10 +448,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return dict(zip(distinct, encoded, strict=True))
 
     def _rendered(self, first: History, chats: list[Chat]) -> tuple[list[str], str]:
-        """Applies the chat template to all prompts at once, and says what ends its turns.
-
-        Which template it is TorchRL alone knows.
-        """
+        """Applies the template, which TorchRL alone knows, to all; and says what ends its turns."""
         chosen: dict[str, Any] = {}
         listener: Any = SimpleNamespace(
             name_or_path=getattr(self.tokenizer, "name_or_path", ""),
@@ -514,42 +471,32 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown}), end
 
     def _answers(
-        self, prompts: _Entry, sampling_params: Any, conversations: list[Conversation] | None
+        self, prompts: Any, sampling_params: Any, conversations: list[Conversation] | None
     ) -> _Answers:
         """Generates for texts or tokens."""
         sampling_params, note = self._judge(sampling_params)
         options: dict[str, Any] = {"sampling_params": sampling_params}
-        of: Any = self.num_samples or 1, sampling_params, note
         if conversations is not None:
             options["session_id"] = [one.session_id for one in conversations]
             options["group_id"] = [one.group_id for one in conversations]
         if isinstance(prompts[0], str):
-            return _Answers(self._call_generate(prompts, **options), [], *of)
-        if isinstance(prompts, torch.Tensor):
-            prompts = [self._unpadded(one) for one in prompts]
-        ids = [one.tolist() for one in prompts]
-        outputs = self._call_generate(prompt_token_ids=ids, **options)
-        return _Answers(outputs, prompts, *of)
+            outputs = self._call_generate(prompts, **options)
+        else:
+            outputs = self._call_generate(prompt_token_ids=prompts, **options)
+        return _Answers(outputs, self.num_samples or 1, sampling_params, note, self.padding_value)
 
-    def _rows(self, answers: _Answers, prompts: _Entry, entries: dict[Any, Any]) -> TensorDictBase:
-        """The rows of TorchRL's wrapper, and this library's entries; ``prompts`` are tokens."""
-        prompt = is_prompt = None
-        if prompts is not None:
-            prompt = answers.for_each_row(prompts)
-            is_dense = isinstance(prompt, torch.Tensor)
-            is_prompt = prompt != self.padding_value if is_dense else [one >= 0 for one in prompt]
-            if self.pad_output and not is_dense:
-                prompt = self._padded(prompt, self.padding_value, "left")
-                is_prompt = self._padded(is_prompt, False, "left")
-        response = self._laid_out(answers.tokens, self.padding_value)
-        versions = self._laid_out(answers.versions(), keys.NO_VERSION)
-        is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
-        entries |= self._columns(answers, (response, versions, is_answer), prompt, is_prompt)
-        entries |= answers.stamps() | self._mask(answers, is_padded=self.pad_output)
-        if self.return_log_probs:
-            entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompt)
-        self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
-        rows = _records(entries)
+    def _rows(
+        self,
+        answers: _Answers,
+        entries: dict[Any, Any],
+        prompt: torch.Tensor | None = None,
+        is_prompt: torch.Tensor | None = None,
+    ) -> TensorDictBase:
+        """The rows of TorchRL's wrapper, and this library's entries."""
+        entries |= self._columns(answers, prompt, is_prompt, self.padding_value)
+        if not self.pad_output:
+            entries = _ragged(entries, is_prompt, answers.dense[1])
+        rows = _records(entries, len(answers.samples))
         if self.num_samples:
             each = self.num_samples
             rows = [lazy_stack(rows[at : at + each]) for at in range(0, len(rows), each)]
@@ -558,71 +505,68 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _columns(
         self,
         answers: _Answers,
-        columns: tuple[_Entry, _Entry, _Entry],
-        prompt: _Entry,
-        is_prompt: _Entry,
+        prompt: torch.Tensor | None,
+        is_prompt: torch.Tensor | None,
+        padding: float,
     ) -> dict[Any, Any]:
-        """Tokens, masks and versions of all rows; of prompts there may be no tokens."""
-        response, versions, is_answer = columns
+        """All tensors of all rows, padded; of prompts there may be no tokens."""
+        response, is_answer = answers.dense
+        versions = answers.versions()
         tokens, stamps, masks = {"response": response}, {"response": versions}, {}
-        if prompt is not None:
-            tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
-            masks["all_attention_mask"] = _joined(is_prompt, is_answer)
-            masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
-            stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
-        made = {
+        if prompt is not None and is_prompt is not None:
+            tokens |= {"prompt": prompt, "full": torch.hstack([prompt, response])}
+            masks["all_attention_mask"] = torch.hstack([is_prompt, is_answer])
+            masks["all_assistant_mask"] = torch.hstack([torch.zeros_like(is_prompt), is_answer])
+            stamps["full"] = torch.hstack([torch.full_like(prompt, keys.NO_VERSION), versions])
+        made: dict[Any, Any] = {
             self.tokens_key: (Tokens, tokens),
             self.masks_key: (Masks, masks),
             keys.POLICY_VERSIONS: stamps,
+            **answers.stamps(),
         }
+        if self.return_log_probs:
+            made[self.log_probs_key] = LogProbs, self._log_probs(answers, prompt, padding)
+            if self.return_sampling_mask:
+                name, response = keys.SAMPLING_MASK
+                made[name] = {response: answers.masks()}
+        for one in made.values():
+            if isinstance(one, tuple):
+                one[1]["padded"] = MetaData(True)
         name, full = keys.ROUTED_EXPERTS
-        if prompt is not None and name in self.out_keys:
-            experts = answers.experts(masks["all_attention_mask"])
-            is_dense = isinstance(prompt, torch.Tensor)
-            made[name] = {full: torch.stack(experts) if is_dense else experts}
+        if masks and name in self.out_keys:
+            made[name] = {full: answers.experts(masks["all_attention_mask"])}
         return made
 
-    def _mask(self, answers: _Answers, *, is_padded: bool) -> dict[Any, Any]:
-        if not (self.return_sampling_mask and self.return_log_probs):
-            return {}
-        masks: Any = answers.masks()
-        masks = self._padded(masks, keys.NO_TOKEN, "right") if is_padded else masks
-        name, response = keys.SAMPLING_MASK
-        return {name: {response: masks}}
-
-    def _mark_padded(self, entries: dict[Any, Any], padded: MetaData | list[MetaData]) -> None:
-        for name in (self.tokens_key, self.masks_key, self.log_probs_key):
-            if name in entries:
-                entries[name][1]["padded"] = padded
-
-    def _log_probs(self, answers: _Answers, prompts: _Entry) -> dict[str, _Entry]:
-        log_probs = [torch.tensor(one, dtype=torch.float32) for one in answers.log_probs()]
-        response = self._laid_out(log_probs, self.padding_value)
+    def _log_probs(
+        self, answers: _Answers, prompts: torch.Tensor | None, padding: float
+    ) -> dict[str, torch.Tensor]:
+        sampled = [sampled_log_probs(one) for one in answers.samples]
+        response, _ = _padded(sampled, torch.float32, padding)
         entries = {"response": response}
         if prompts is None:
             return entries | {"full": response}
         if self.num_samples is not None:
             return entries
-        prompt: Any = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
-        if self.pad_output:
-            prompt = self._padded(prompt, self.padding_value, "right")
-            prompt = torch.nn.functional.pad(prompt, (prompts.shape[-1] - prompt.shape[-1], 0))
-        if _torchrl._has_usable_prompt_logprobs(prompt, pad_output=self.pad_output):
-            entries["prompt"] = prompt
-        else:
-            prompt = None
-            _torchrl._warn_missing_vllm_prompt_logprobs()
-        entries["full"] = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts)
-        return entries
+        prompt: Any = None
+        if answers.params.prompt_logprobs is not None:
+            prompt = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
+            # To the right, as TorchRL does, where rows are padded.
+            prompt, _ = _padded(prompt, torch.float32, padding, on_left=not self.pad_output)
+            if prompt.any() if self.pad_output else prompt.numel():
+                missing = prompts.shape[-1] - prompt.shape[-1]
+                entries["prompt"] = prompt = torch.nn.functional.pad(prompt, (missing, 0))
+            else:
+                prompt = None
+                _torchrl._warn_missing_vllm_prompt_logprobs()
+        full = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts)
+        return entries | {"full": full}
 
-    def _unpadded(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens[tokens != self.padding_value]
+    def _prompts(self, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of prompts, padded on the left, and where they are."""
+        return _padded(ids, torch.int64, self.padding_value, on_left=True)
 
-    def _padded(self, values: list[torch.Tensor], padding: float, side: str) -> torch.Tensor:
-        return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
-
-    def _laid_out(self, responses: list[torch.Tensor], padding: float) -> _Entry:
-        return self._padded(responses, padding, "right") if self.pad_output else responses
+    def _unpadded(self, tokens: torch.Tensor) -> list[int]:
+        return tokens[tokens != self.padding_value].tolist()
 
     def _decoded(self, tokens: Sequence[Any]) -> list[str]:
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
@@ -644,46 +588,44 @@ class _Answers:
     """What an engine has answered: a row for each sample, those of one prompt side by side."""
 
     def __init__(
-        self, outputs: Any, prompts: list[torch.Tensor], num_samples: int, params: Any, note: str
+        self, outputs: Any, num_samples: int, params: Any, note: str, padding: int
     ) -> None:
         self.outputs = outputs if isinstance(outputs, list) else [outputs]
-        self._params, self._note = params, note
-        self._prompts, self._num_samples = prompts, num_samples
+        self._num_samples, self.params = num_samples, params
+        self._note, self._padding = note, padding
         self.samples = [one for output in self.outputs for one in output.outputs]
         self._reports = [(one, of) for of in self.outputs for one in of.sample_reports]
         self.ids = [one.token_ids for one in self.samples]
-
-    @cached_property
-    def tokens(self) -> list[torch.Tensor]:
-        return [torch.tensor(one, dtype=torch.int64) for one in self.ids]
-
-    @property
-    def sequences(self) -> Any:
-        """Tokens of prompts and answers, without padding."""
-        return _joined(self.for_each_row(self._prompts), self.tokens)
 
     def for_each_row(self, of_prompts: Any) -> Any:
         if isinstance(of_prompts, torch.Tensor):
             return of_prompts.repeat_interleave(self._num_samples, 0)
         return [one for one in of_prompts for _ in range(self._num_samples)]
 
-    def dense(self, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, the versions that sampled them, and where they are, padded on the right.
+    @cached_property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, padded on the right, and where they are.
 
         A few operations for all rows: each would have a trainer in another thread wait for Python.
         """
-        tokens, is_answer = _right_padded(self.ids, torch.int64, padding)
-        versions = torch.full_like(tokens, keys.NO_VERSION)
-        versions[is_answer] = _expanded([span for one, _ in self._reports for span in one.spans])
-        return tokens, versions, is_answer
+        return _padded(self.ids, torch.int64, self._padding)
 
-    def masks(self) -> list[torch.Tensor]:
-        """The tokens that could be sampled in place of each, of shape ``(num_tokens, width)``."""
-        width, made = guards.mask_width(self._params.top_k), []
+    def versions(self) -> torch.Tensor:
+        """The version that sampled each token."""
+        spans = [span for one, _ in self._reports for span in one.spans]
+        versions, starts, ends = torch.tensor(spans, dtype=torch.int64).view(-1, 3).unbind(1)
+        tokens, is_answer = self.dense
+        made = torch.full_like(tokens, keys.NO_VERSION)
+        made[is_answer] = versions.repeat_interleave(ends - starts)
+        return made
+
+    def masks(self) -> torch.Tensor:
+        """The tokens that could be sampled in place of each, of shape ``(*tokens, width)``."""
+        width = guards.mask_width(self.params.top_k)
+        if guards.is_greedy(self.params):
+            return torch.full((*self.dense[0].shape, width), keys.NO_TOKEN, dtype=torch.int32)
+        made = []
         for row, sample in enumerate(self.samples):
-            if guards.is_greedy(self._params):
-                made.append(torch.full((len(self.ids[row]), width), keys.NO_TOKEN).int())
-                continue
             ids, log_probs = listed_tokens(sample, width)
             total = np.exp(log_probs).sum(-1)
             if (short := np.flatnonzero(total < 1 - _MISSING)).size:
@@ -693,11 +635,10 @@ class _Answers:
                     f"row {row}, token {at}: the {width} likeliest tokens hold {total[at]:.4f} of "
                     "the probability: too many are as likely as the last of top_k",
                 )
-            ids = np.where(np.isfinite(log_probs), ids.astype(np.int32), keys.NO_TOKEN)
-            made.append(torch.from_numpy(ids))
-        return made
+            made.append(np.where(np.isfinite(log_probs), ids.astype(np.int32), keys.NO_TOKEN))
+        return _padded(made, torch.int32, keys.NO_TOKEN)[0]
 
-    def experts(self, attention: _Entry) -> list[torch.Tensor]:
+    def experts(self, attention: torch.Tensor) -> torch.Tensor:
         """Those of each row, where its mask is."""
         made = []
         for row, (mask, sample) in enumerate(zip(attention, self.samples, strict=True)):
@@ -708,20 +649,13 @@ class _Answers:
             experts = torch.full((len(mask), *one.shape[1:]), keys.NO_EXPERT, dtype=torch.int16)
             experts[at] = torch.from_numpy(one.astype(np.int16))
             made.append(experts)
-        return made
-
-    def log_probs(self) -> list[Any]:
-        return [sampled_log_probs(one) for one in self.samples]
-
-    def versions(self) -> list[torch.Tensor]:
-        """The version that sampled each token."""
-        return [_expanded(one.spans) for one, _ in self._reports]
+        return torch.stack(made)
 
     def stamps(self) -> dict[str, Any]:
         """Columns of one value a row."""
         oldest = [min_version(one.spans, default=of.min_version) for one, of in self._reports]
         newest = [max_version(one.spans, default=of.max_version) for one, of in self._reports]
-        generation: dict[str, _Entry] = {}
+        generation: dict[str, Any] = {}
         for key, name, unknown, dtype in _FIGURES:
             known = (getattr(one, name) for one, _ in self._reports)
             values = [unknown if one is None else one for one in known]
@@ -737,24 +671,38 @@ class _Answers:
         }
 
 
-def _expanded(spans: Sequence[VersionSpan]) -> torch.Tensor:
-    """The version of each token."""
-    versions, starts, ends = torch.tensor(spans, dtype=torch.int64).view(-1, 3).unbind(1)
-    return versions.repeat_interleave(ends - starts)
-
-
-def _right_padded(
-    rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, padding: float
+def _padded(
+    rows: Sequence[Any], dtype: torch.dtype, padding: float | None, *, on_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of unequal length as one tensor, and a mask of where they are."""
     lengths = torch.tensor([len(one) for one in rows])
     is_there = torch.arange(int(lengths.max())) < lengths[:, None]
-    padded = torch.full(is_there.shape, padding, dtype=dtype)
-    padded[is_there] = torch.from_numpy(np.concatenate(rows)).to(dtype)
+    is_there = is_there.flip(1) if on_left else is_there
+    values = torch.from_numpy(np.concatenate(rows)).to(dtype)
+    padded = torch.full((*is_there.shape, *values.shape[1:]), padding or 0, dtype=dtype)
+    padded[is_there] = values
     return padded, is_there
 
 
-def _chats(prompts: list[Any], replies: list[str]) -> dict[str, _Entry]:
+def _ragged(entries: Any, is_prompt: torch.Tensor | None, is_answer: torch.Tensor) -> Any:
+    """Entries of :func:`_records` without what pads them."""
+    both = is_answer if is_prompt is None else torch.hstack([is_prompt, is_answer])
+    masks = {(True, False): is_prompt, (False, True): is_answer, (True, True): both}
+
+    def cut(name: str, entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return entry[0], cut(name, entry[1])
+        if isinstance(entry, dict):
+            return {one: cut(one, inner) for one, inner in entry.items()}
+        if isinstance(entry, MetaData):
+            return MetaData(False)
+        mask = masks.get(sections((name,), entry))
+        return entry if mask is None else [row[at] for row, at in zip(entry, mask, strict=True)]
+
+    return cut("", entries)
+
+
+def _chats(prompts: list[Any], replies: list[str]) -> dict[str, Any]:
     """What was said: before, in answer, and together. ``History`` itself is 20 times slower."""
     fixed = {"role": _non_tensor("assistant"), "is_complete": _non_tensor(True)}
     messages = [TensorDict({**fixed, "content": _non_tensor(one)}) for one in replies]
@@ -774,7 +722,7 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
         shape = (num_rows, turns)
         entries = {
-            name: Texts.late(shape, lambda name=name: made(name))
+            name: Texts(shape, lambda name=name: made(name))
             for name in ("role", "content", "is_complete")
         }
         return History._from_tensordict(TensorDict(entries, shape))
@@ -799,15 +747,12 @@ def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
     """Columns of :func:`_records` for one TensorDict of all rows."""
     columns: dict[Any, Any] = {}
     for name, entry in entries.items():
-        if isinstance(entry, tuple):
-            kind, fields = entry
-            columns[name] = kind._from_tensordict(TensorDict(_stacked(fields, shape), shape))
-        elif isinstance(entry, dict):
-            columns[name] = TensorDict(_stacked(entry, shape), shape)
-        elif not isinstance(entry, list):
-            columns[name] = entry
+        kind, fields = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(fields, dict):
+            made = TensorDict(_stacked(fields, shape), shape)
+            columns[name] = made if kind is None else kind._from_tensordict(made)
         else:
-            columns[name] = Texts.of(entry) if isinstance(entry[0], str) else torch.stack(entry)
+            columns[name] = Texts.of(entry) if isinstance(entry, list) else entry
     return columns
 
 
@@ -815,24 +760,18 @@ def _non_tensor(value: Any) -> NonTensorData:
     return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
 
 
-def _filled(entry: _Entry, value: Any) -> _Entry:
-    """An entry of the same layout that holds ``value`` everywhere."""
-    if isinstance(entry, torch.Tensor):
-        return torch.full_like(entry, value)
-    return [torch.full_like(one, value) for one in entry]
-
-
-def _records(entries: dict[Any, Any]) -> list[TensorDict]:
+def _records(entries: dict[Any, Any], num_rows: int) -> list[TensorDict]:
     """Rows of columns, which may be nested: in a dict, or in a tensor class and its dict."""
-    columns: dict[Any, _Entry] = {}
+    columns: dict[Any, Any] = {}
     for name, entry in entries.items():
-        if isinstance(entry, tuple):
-            kind, fields = entry
-            columns[name] = [kind._from_tensordict(one) for one in _records(fields)]
-        elif isinstance(entry, dict):
-            columns[name] = _records(entry)
+        kind, fields = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(fields, dict):
+            made = _records(fields, num_rows)
+            columns[name] = made if kind is None else map(kind._from_tensordict, made)
         elif isinstance(entry, torch.Tensor):  # numbers with memory of their own, to be sent alone
             columns[name] = entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
+        elif isinstance(entry, MetaData):
+            columns[name] = itertools.repeat(entry, num_rows)
         else:
             columns[name] = map(_non_tensor, entry) if isinstance(entry[0], str) else entry
     return [

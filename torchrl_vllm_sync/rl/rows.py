@@ -35,35 +35,26 @@ from torchrl_vllm_sync.errors import RowLayoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NO_VERSION = -1  # on tokens that were not sampled: of prompts, and padding
-UNKNOWN_COUNT = -1  # where vLLM gave no count
-
-# int64, of the batch's shape: oldest and newest version that sampled one of the row's tokens.
+# Entries that ``vLLMWrapper`` adds to TorchRL's, whose dtypes, shapes and meanings it documents.
 POLICY_VERSION = "policy_version"
 MAX_POLICY_VERSION = "max_policy_version"
-# int64: the version that sampled each token, laid out as ("tokens", "response") and "full".
 POLICY_VERSIONS = "policy_versions"
 RESPONSE_VERSIONS = (POLICY_VERSIONS, "response")
 FULL_VERSIONS = (POLICY_VERSIONS, "full")
-FINISH_REASON = "finish_reason"  # vLLM's reason why the response ended: "stop", "length" or "abort"
+NO_VERSION = -1  # on tokens that were not sampled: of prompts, and padding
+FINISH_REASON = "finish_reason"
 GENERATION = "generation"
-NUM_CACHED_TOKENS = (GENERATION, "num_cached_tokens")  # int64: of the prompt, from the prefix cache
-QUEUE_TIME = (GENERATION, "queue_time")  # from vLLM's queue to its scheduler's first batch
-PREFILL_TIME = (GENERATION, "prefill_time")  # from there to the first token
-DECODE_TIME = (GENERATION, "decode_time")  # from there to the last; the pauses of pushes are in it
-REPLICA_ID = (GENERATION, "replica_id")  # text: of the replica that answered
-UNCORRECTED = (GENERATION, "uncorrected")  # text: what was let through by allow=
-# int32 [num_tokens, width], laid out as ("tokens", "response"): ids that could be sampled there,
-# the likeliest first, NO_TOKEN behind the last. Where there is none, all of the vocabulary could.
+NUM_CACHED_TOKENS = (GENERATION, "num_cached_tokens")
+UNKNOWN_COUNT = -1  # where vLLM gave no count
+QUEUE_TIME = (GENERATION, "queue_time")
+PREFILL_TIME = (GENERATION, "prefill_time")
+DECODE_TIME = (GENERATION, "decode_time")
+REPLICA_ID = (GENERATION, "replica_id")
+UNCORRECTED = (GENERATION, "uncorrected")
 SAMPLING_MASK = ("sampling_mask", "response")
-NO_TOKEN = -1
-# int16 [num_tokens, layers, experts a token], laid out as ("tokens", "full"), of engines that have
-# them: ids of the experts that computed the token, NO_EXPERT on the last one and on padding.
+NO_TOKEN = -1  # behind the last; where there is none at all, all of the vocabulary could be sampled
 ROUTED_EXPERTS = ("routed_experts", "full")
 NO_EXPERT = -1
-# With input_mode="history". int64: messages of the prompt, and how many of its tokens are those of
-# the turn before, as they were read and sampled; 0 where the prompt was encoded anew. bool: whether
-# that was so because the template shows an earlier turn in another way than before.
 TURNS = "turns"
 NUM_MESSAGES = (TURNS, "num_messages")
 KEPT = (TURNS, "kept")
@@ -116,11 +107,6 @@ class Texts(NonTensorStack):
     def of(cls, values: Sequence[Any], shape: Sequence[int] | None = None) -> Texts:
         """Of values at hand, in the order of a flat array of this ``shape``."""
         return cls((len(values),) if shape is None else shape, lambda: objects(values))
-
-    @classmethod
-    def late(cls, shape: Sequence[int], make: Callable[[], np.ndarray]) -> Texts:
-        """Of values that are made when they are looked at."""
-        return cls(shape, make)
 
     @classmethod
     def cells(cls, column: Any) -> list[TextCell]:
@@ -271,7 +257,9 @@ class Columns:
         """The rows as they were, of the same classes; tensors are shared."""
         nodes: dict[_Key, dict[str, Any]] = {key: {} for key in self.kinds}
         for key, leaf in self.leaves.items():
-            nodes[key[:-1]][key[-1]] = leaf if isinstance(leaf, torch.Tensor) else _entry(leaf)
+            if isinstance(leaf, list):
+                leaf = Texts.gathered(leaf) if isinstance(leaf[0], TextCell) else lazy_stack(leaf)
+            nodes[key[:-1]][key[-1]] = leaf
         for key, (kind, inner) in reversed(self.kinds.items()):
             if isinstance(kind, MetaData):
                 nodes[key[:-1]][key[-1]] = kind
@@ -297,8 +285,9 @@ class Columns:
 
     def to(self, device: torch.device | str | None) -> Columns:
         """The same rows on a device; where they are if it is None."""
-        is_tensor = torch.is_tensor if device else lambda _: False
-        moved = {key: leaf.to(device) for key, leaf in self.leaves.items() if is_tensor(leaf)}
+        if device is None:
+            return self
+        moved = {one: leaf.to(device) for one, leaf in self.leaves.items() if torch.is_tensor(leaf)}
         return Columns(self.size, self.leaves | moved, self.kinds)
 
     def first(self, size: int) -> Columns:
@@ -313,7 +302,7 @@ class Columns:
         if self.leaves[ATTENTION].dtype is not torch.bool:
             raise RowLayoutError(ATTENTION, "the mask must hold truth values")
         for key, leaf in self.leaves.items():
-            if any(parts := _sections(key, leaf)):
+            if any(parts := sections(key, leaf)):
                 width = sum(one for one, has in zip(self.widths, parts, strict=True) if has)
                 if leaf.shape[1] != width:
                     raise RowLayoutError(key, f"it has {leaf.shape[1]} columns instead of {width}")
@@ -336,7 +325,7 @@ class Columns:
             if isinstance(mine, torch.Tensor) != isinstance(its, torch.Tensor):
                 raise RowLayoutError(key, "it is a tensor in some rows and in others not")
             if isinstance(mine, torch.Tensor):
-                fixed = 2 if any(_sections(key, mine)) else 1
+                fixed = 2 if any(sections(key, mine)) else 1
                 if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
                     _check_alike(key, [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)])
             elif mine and its:
@@ -349,7 +338,7 @@ class Columns:
             return self
         leaves = dict(self.leaves)
         for key, leaf in self.leaves.items():
-            for is_right, has in enumerate(_sections(key, leaf)):
+            for is_right, has in enumerate(sections(key, leaf)):
                 if has and (missing := more[is_right]):
                     sides = (0, missing) if is_right else (missing, 0)
                     value = padding.value(key, leaf.dtype, is_right=bool(is_right))
@@ -364,17 +353,14 @@ class Columns:
         begin, end = min(used[0], middle), max(used[-1] + 1, middle)
         leaves = dict(self.leaves)
         for key, leaf in self.leaves.items():
-            match _sections(key, leaf):
-                case True, False:
-                    leaves[key] = leaf[:, begin:]
-                case False, True:
-                    leaves[key] = leaf[:, : end - middle]
-                case True, True:
-                    leaves[key] = leaf[:, begin:end]
+            if any(parts := sections(key, leaf)):
+                stop = end if all(parts) else end - middle
+                leaves[key] = leaf[:, begin if parts[0] else 0 : stop if parts[1] else None]
         return Columns(self.size, leaves, self.kinds).take(index)
 
 
-def _sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
+def sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
+    """Whether a column has the places of prompts, and those of responses."""
     has_columns = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
     return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
 
@@ -386,10 +372,6 @@ def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
 
 def _text_shape(item: Any) -> str:
     return f"texts of {[*item.shape]}" if isinstance(item, TextCell) else "no text"
-
-
-def _entry(items: list[Any]) -> Any:
-    return Texts.gathered(items) if isinstance(items[0], TextCell) else lazy_stack(items)
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
@@ -425,7 +407,7 @@ class Padding:
         if self.token is None:
             self.token = next(iter(columns.leaves[TOKENS][is_padding][:1].tolist()), None)
         for key, leaf in columns.leaves.items():
-            parts = _sections(key, leaf)
+            parts = sections(key, leaf)
             if parts[1] and leaf.is_floating_point() and key not in self.answers:
                 values = leaf[:, begin if parts[0] else 0 :][is_padding[:, begin:]]
                 if values.numel():

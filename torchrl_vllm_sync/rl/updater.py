@@ -181,10 +181,8 @@ class CollectorVersions:
                 else:
                     move_collector(collector, version)
         # One that has not even taken the version before is busy: it takes both when it is free.
-        late = {one: self._late.pop(one, None) for one in calls}
-        waited = [
-            calls[one] for one, ref in late.items() if ref is None or ray.wait([ref], timeout=0)[0]
-        ]
+        late = [(ref, self._late.pop(one, None)) for one, ref in calls.items()]
+        waited = [ref for ref, last in late if last is None or ray.wait([last], timeout=0)[0]]
         if waited:
             ray.wait(waited, num_returns=len(waited), timeout=MOVE_TIMEOUT_S)
         for collector, ref in calls.items():
