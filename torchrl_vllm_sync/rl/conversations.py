@@ -83,12 +83,13 @@ class ConversationFinder:
             for at, prompt in enumerate(prompts):
                 digests = list(_digests(prompt))
                 environment = None if environments is None else environments[at]
-                if numbers is None:
-                    end = next((one for one in reversed(digests) if one in self._waiting), None)
-                    fresh = end is None
-                    name = f"{self._name}-{next(self._numbers)}" if fresh else self._waiting[end][0]
+                end = None
+                if numbers is not None:
+                    name = f"{self._name}:{environment}.{numbers[at]}"
                 else:
-                    end, name = None, f"{self._name}:{environment}.{numbers[at]}"
+                    end = next((one for one in reversed(digests) if one in self._waiting), None)
+                    fresh = f"{self._name}-{next(self._numbers)}"
+                    name = fresh if end is None else self._waiting[end][0]
                 known = self._go_on(name, end)
                 one = known or self._begin(name, prompt)
                 place = ("row", len(prompts), at) if environment is None else ("pool", environment)

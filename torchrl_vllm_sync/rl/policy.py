@@ -331,10 +331,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
         answers = _Answers(outputs, 1, params, note, self.padding_value)
         num_rows, where = len(of_row), np.array(of_row)
+        prompt, is_prompt = (one[where] for one in self._prompts(ids))
         said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
         def late(make: Callable[[], Any]) -> Texts:
-            return Texts([num_rows], lambda: objects(make()))
+            return Texts.late([num_rows], lambda: objects(make()))
 
         def wholes() -> list[str]:
             each = zip(where, said, strict=True)
@@ -347,7 +348,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
             keys.TURNS: turn_stamps([len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows),
-            **self._columns(answers, *(one[where] for one in self._prompts(ids)), 0.0),
+            **self._columns(answers, prompt, is_prompt, 0.0),
         }
         return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
 
@@ -539,7 +540,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _log_probs(
         self, answers: _Answers, prompts: torch.Tensor | None, padding: float
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         sampled = [sampled_log_probs(one) for one in answers.samples]
         response, _ = _padded(sampled, torch.float32, padding)
         entries = {"response": response}
@@ -722,7 +723,7 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
         shape = (num_rows, turns)
         entries = {
-            name: Texts(shape, lambda name=name: made(name))
+            name: Texts.late(shape, lambda name=name: made(name))
             for name in ("role", "content", "is_complete")
         }
         return History._from_tensordict(TensorDict(entries, shape))

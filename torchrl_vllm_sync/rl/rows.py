@@ -109,6 +109,11 @@ class Texts(NonTensorStack):
         return cls((len(values),) if shape is None else shape, lambda: objects(values))
 
     @classmethod
+    def late(cls, shape: Sequence[int], make: Callable[[], np.ndarray]) -> Texts:
+        """Of values that are made when they are looked at."""
+        return cls(shape, make)
+
+    @classmethod
     def cells(cls, column: Any) -> list[TextCell]:
         """The values of any column without tensors, row by row."""
         texts = column

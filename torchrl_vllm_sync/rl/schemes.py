@@ -546,7 +546,7 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         return MemmapTransport(self.remote_addr, layout=self.layout)
 
     def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
-        """Refuses to push where the replicas see another directory; there is no address.
+        """Returns no address; refuses to push where the replicas see another directory.
 
         Arguments and errors are those of :meth:`check_service`.
         """
