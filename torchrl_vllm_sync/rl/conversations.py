@@ -205,10 +205,7 @@ class Turn(NamedTuple):
 
 
 def carried(rows: TensorDictBase, text: Any, tokens: Any, masks: Any) -> list[Turn | None]:
-    """The last turn of each row, by the names of TorchRL's entries; ``None`` where is none.
-
-    It may be that of another conversation, which has ended there.
-    """
+    """The last turn of each row, perhaps of a conversation that has ended; ``None`` without one."""
 
     def turn(row: TensorDictBase) -> Turn | None:
         if (number := row.get(keys.NUM_MESSAGES, None)) is None:

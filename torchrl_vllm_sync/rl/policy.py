@@ -406,10 +406,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _prompt_tokens(
         self, rows: Any, first: History, chats: list[Chat]
     ) -> tuple[list[list[int]], list[str], dict[str, torch.Tensor]]:
-        """Tokens and text of each prompt, and what its row says of earlier turns.
-
-        With ``prefer_tokens`` they are those that the rows have.
-        """
+        """Tokens and text of each prompt, and what its row will say of earlier turns."""
         tokens: Any = None
         for name in ("prompt", "full") if self.prefer_tokens else ():
             if tokens is None:
@@ -605,10 +602,7 @@ class _Answers:
 
     @cached_property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, padded on the right, and where they are.
-
-        A few operations for all rows: each would have a trainer in another thread wait for Python.
-        """
+        """Tokens, padded on the right, and where they are."""
         return _padded(self.ids, torch.int64, self._padding)
 
     def versions(self) -> torch.Tensor:
@@ -675,7 +669,7 @@ class _Answers:
 def _padded(
     rows: Sequence[Any], dtype: torch.dtype, padding: float | None, *, on_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of unequal length as one tensor, and a mask of where they are."""
+    """Rows of unequal length as one tensor, and where they are, in a few operations for all."""
     lengths = torch.tensor([len(one) for one in rows])
     is_there = torch.arange(int(lengths.max())) < lengths[:, None]
     is_there = is_there.flip(1) if on_left else is_there

@@ -86,6 +86,7 @@ class TextReward(Transform):
         super().__init__()
         self._fn, self._over, self._tokenizer = fn, over, tokenizer
         self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._told = f"TextReward({self._name})"
         parameters = inspect.signature(fn).parameters.values()
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         given = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
@@ -96,7 +97,7 @@ class TextReward(Transform):
         tokenizer = self._tokenizer or chat.tokenizer
         if self._over == "text" and tokenizer is not None:
             mine, its = named(tokenizer), named(policy.tokenizer)
-            names = f"TextReward({self._name})'s {mine}", f"the policy's {its}"
+            names = f"{self._told}'s {mine}", f"the policy's {its}"
             check_tokenizers(tokenizer, policy.tokenizer, names)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -117,9 +118,7 @@ class TextReward(Transform):
     def _rewards(self, rows: Any) -> torch.Tensor:
         env: Any = self.parent
         if env is None:
-            raise UnsupportedArgumentError(
-                f"TextReward({self._name}) is not part of an environment"
-            )
+            raise UnsupportedArgumentError(f"{self._told} is not part of an environment")
         chat = env.base_env
         answers: Any = _arrays(rows.get(("tokens", "response"), as_list=True))
         masks = rows.get(ATTENTION, None, as_list=True)
@@ -129,9 +128,8 @@ class TextReward(Transform):
         if self._over == "text":
             tokenizer = self._tokenizer or chat.tokenizer
             if tokenizer is None:
-                raise UnsupportedArgumentError(
-                    f"TextReward({self._name}) needs a tokenizer, as the environment has none"
-                )
+                told = f"{self._told} needs a tokenizer, as the environment has none"
+                raise UnsupportedArgumentError(told)
             # Arrays, as of a list each number would be looked at in Python.
             answers = tokenizer.batch_decode(answers, skip_special_tokens=True)
         else:
@@ -141,17 +139,14 @@ class TextReward(Transform):
         missing = [one for one, needed in self._columns.items() if needed and one not in known]
         if missing:
             raise RewardError(f"{self._name} wants the column {missing[0]!r}; there are {known}")
-        names: set[str] = (
-            {*known} - {chat.data_key} if self._takes_all else {*known} & {*self._columns}
-        )
+        names = {*known} - {chat.data_key} if self._takes_all else {*known} & {*self._columns}
         columns = {one: _listed(rows.get(one)) for one in names}
         given = self._fn(_listed(rows.get(chat.data_key)), answers, **columns)
         try:
             rewards = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise RewardError(f"{self._name} returned no numbers: {error}") from error
-        if rewards.shape != (len(rows),):
-            shape = tuple(rewards.shape)
+        if (shape := tuple(rewards.shape)) != (len(rows),):
             raise RewardError(f"{self._name} returned shape {shape} for {len(rows)} rows")
         if bad := (~rewards.isfinite()).nonzero().flatten().tolist():
             raise RewardError(f"{self._name} returned {rewards[bad[0]]} for row {bad[0]}")
@@ -361,8 +356,7 @@ class RolloutCollector(LLMCollector):
             told = f"dialog_turns_per_batch is {mine}, where it was {its} in the state"
             raise UnsupportedArgumentError(told)
         with self._loading:
-            num_rows = state["num_loaded"]
-            self._load(num_rows)
+            self._load(num_rows := state["num_loaded"])
             found = 0
             for row in range(num_rows):
                 found = self._summed(self._items[row], found)
