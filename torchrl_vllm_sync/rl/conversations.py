@@ -256,7 +256,7 @@ def behind(turn: Turn, chat: Sequence[dict[str, Any]], shown: str, end: str) -> 
     return rest
 
 
-def turn_stamps(*columns: Sequence[int]) -> dict[str, torch.Tensor]:
+def stamps(*columns: Sequence[int]) -> dict[str, torch.Tensor]:
     """The entry of rows: messages, tokens kept, and whether it forked, a value for each row."""
     names = keys.NUM_MESSAGES, keys.KEPT, keys.FORKED
     return {name[-1]: torch.tensor(one) for name, one in zip(names, columns, strict=True)}

@@ -26,20 +26,9 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.requests.columns import listed_tokens, sampled_log_probs
+from torchrl_vllm_sync.rl import conversations as turns
 from torchrl_vllm_sync.rl import guards
 from torchrl_vllm_sync.rl import rows as keys
-from torchrl_vllm_sync.rl.conversations import (
-    Conversation,
-    ConversationFinder,
-    behind,
-    carried,
-    end_of_turn,
-    group_name,
-    is_of,
-    said_in,
-    turn_stamps,
-    without_end,
-)
 from torchrl_vllm_sync.rl.rows import Texts, objects, sections
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.versions import max_version, min_version
@@ -207,7 +196,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             if getattr(model.engine_args, "enable_return_routed_experts", False):
                 self.out_keys.append(keys.ROUTED_EXPERTS[0])
         self.find_sessions = find_sessions
-        self._finder, self._seeds = ConversationFinder(), _Seeds()
+        self._finder, self._seeds = turns.ConversationFinder(), _Seeds()
         self._set_guards(trainer, return_sampling_mask, allow)
         self._knows_tokenizer = self.tokenizer is None or self.input_mode == "tokens"
 
@@ -280,7 +269,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return super()._from_vllm_generate_history(rows, sampling_params, out)
         prompts = list(history.unbind(0))
         chats = [one.tolist(tolist_first=True) for one in prompts]
-        said = [said_in(chat) for chat in chats]
+        said = [turns.said_in(chat) for chat in chats]
         conversations = self._find_conversations(rows, said)
         ids, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
         answers = self._answers(ids, sampling_params, conversations)
@@ -347,7 +336,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         entries = {
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            keys.TURNS: turn_stamps([len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows),
+            keys.TURNS: turns.stamps(
+                [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
+            ),
             **self._columns(answers, prompt, is_prompt, 0.0),
         }
         return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
@@ -370,7 +361,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         texts, _ = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
         encoded = self._encoded(texts)
         finds = self.find_sessions
-        names = [group_name(said_in(one)) if finds else None for one in chats]
+        names = [turns.group_name(turns.said_in(one)) if finds else None for one in chats]
         return [encoded[one] for one in texts], texts, names
 
     def _from_vllm_generate_text(
@@ -419,16 +410,16 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return ids, self._decoded(ids), {}
         texts, end = self._rendered(first, chats)
         names = self.text_key, self.tokens_key, self.masks_key
-        before = [None] * len(chats) if self.prefer_tokens else carried(rows, *names)
+        before = [None] * len(chats) if self.prefer_tokens else turns.carried(rows, *names)
         # Behind a special token text is encoded as it is in the midst of a prompt.
         anchor = end or self.tokenizer.eos_token or ""
         new, kept, forked = [*texts], [[] for _ in chats], [False] * len(chats)
         for at, (turn, chat, shown) in enumerate(zip(before, chats, texts, strict=True)):
             if turn is None:
                 continue
-            rest = behind(turn, chat, shown, end)
+            rest = turns.behind(turn, chat, shown, end)
             if rest is None:
-                forked[at] = is_of(turn, chat, end)
+                forked[at] = turns.is_of(turn, chat, end)
             else:
                 new[at], kept[at] = anchor + rest, turn.ids
         encoded = self._encoded([*new, anchor])
@@ -437,7 +428,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             [*ids, *encoded[one][skipped:]] if ids else encoded[one]
             for ids, one in zip(kept, new, strict=True)
         ]
-        stamps = turn_stamps([*map(len, chats)], [*map(len, kept)], forked)
+        stamps = turns.stamps([*map(len, chats)], [*map(len, kept)], forked)
         return ids, texts, {} if self.prefer_tokens else stamps
 
     def _encoded(self, texts: list[str]) -> dict[str, list[int]]:
@@ -458,18 +449,17 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         name = chosen["chat_template"]
         if name not in self._ends:
             probe = {**chosen, "add_generation_prompt": False}
-            self._ends[name] = end_of_turn(
+            self._ends[name] = turns.end_of_turn(
                 lambda chat: self.tokenizer.apply_chat_template(**{**probe, "conversation": chat}),
                 [str(one) for one in self.tokenizer.added_tokens_decoder.values() if one.special],
             )
         end = self._ends[name]
-        shown = [
-            [without_end(one, end) for one in chat if one["role"] != "<none>"] for chat in chats
-        ]
+        said = ([one for one in chat if one["role"] != "<none>"] for chat in chats)
+        shown = [[turns.without_end(one, end) for one in chat] for chat in said]
         return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown}), end
 
     def _answers(
-        self, prompts: Any, sampling_params: Any, conversations: list[Conversation] | None
+        self, prompts: Any, sampling_params: Any, conversations: list[turns.Conversation] | None
     ) -> _Answers:
         """Generates for texts or tokens."""
         sampling_params, note = self._judge(sampling_params)
@@ -571,7 +561,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _find_conversations(
         self, rows: TensorDictBase, said: Sequence[Sequence[str]]
-    ) -> list[Conversation] | None:
+    ) -> list[turns.Conversation] | None:
         if not self.find_sessions:
             return None
         # Batching merges the rows of several callers, so that their positions say nothing.
@@ -714,8 +704,8 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     """The same, as columns that are made when they are looked at."""
     num_rows, length = len(of_row), len(chats[0])
 
-    def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
-        shape = (num_rows, turns)
+    def messages(made: Callable[[str], np.ndarray], width: int) -> History:
+        shape = (num_rows, width)
         entries = {
             name: Texts.late(shape, lambda name=name: made(name))
             for name in ("role", "content", "is_complete")
