@@ -94,7 +94,10 @@ class ConversationFinder:
                 one = known or self._begin(name, prompt)
                 place = ("row", len(prompts), at) if environment is None else ("pool", environment)
                 if by_position or environment is not None:
-                    before = self._settle(place, one.session_id)
+                    before = self._places.pop(place, None)
+                    self._places[place] = one.session_id
+                    if len(self._places) > self._capacity:
+                        self._places.popitem(last=False)
                     if known is None and before is not None:
                         over.append(before)
                 found.append(one)
@@ -138,14 +141,6 @@ class ConversationFinder:
         if len(self._known) > self._capacity:
             self._forget(next(iter(self._known)))
         return one
-
-    def _settle(self, place: object, session_id: str) -> str | None:
-        """Puts a conversation in its place; returns the one that was there before."""
-        before = self._places.pop(place, None)
-        self._places[place] = session_id
-        if len(self._places) > self._capacity:
-            self._places.popitem(last=False)
-        return before
 
     def _forget(self, session_id: str) -> None:
         if session_id in self._known:
