@@ -341,7 +341,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             ),
             **self._columns(answers, prompt, is_prompt, 0.0),
         }
-        return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
+        for name, entry in entries.items():
+            if isinstance(entry, tuple):
+                kind, fields = entry
+                entries[name] = kind._from_tensordict(TensorDict(fields, [num_rows]))
+        return TensorDict(entries, [num_rows])
 
     def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
         """For each chat what sends it, so many times, and returns its ``outputs``."""
@@ -645,13 +649,13 @@ class _Answers:
             known = (getattr(one, name) for one, _ in self._reports)
             values = [unknown if one is None else one for one in known]
             generation[key[-1]] = torch.tensor(values, dtype=dtype)
-        generation[keys.REPLICA_ID[-1]] = [of.replica_id for _, of in self._reports]
+        generation[keys.REPLICA_ID[-1]] = Texts.of([of.replica_id for _, of in self._reports])
         if self._note:
-            generation[keys.UNCORRECTED[-1]] = [self._note] * len(self._reports)
+            generation[keys.UNCORRECTED[-1]] = Texts.of([self._note] * len(self._reports))
         return {
             keys.POLICY_VERSION: torch.tensor(oldest),
             keys.MAX_POLICY_VERSION: torch.tensor(newest),
-            keys.FINISH_REASON: [one.finish_reason for one in self.samples],
+            keys.FINISH_REASON: Texts.of([one.finish_reason for one in self.samples]),
             keys.GENERATION: generation,
         }
 
@@ -728,19 +732,6 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     }
 
 
-def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
-    """Columns of :func:`_records` for one TensorDict of all rows."""
-    columns: dict[Any, Any] = {}
-    for name, entry in entries.items():
-        kind, fields = entry if isinstance(entry, tuple) else (None, entry)
-        if isinstance(fields, dict):
-            made = TensorDict(_stacked(fields, shape), shape)
-            columns[name] = made if kind is None else kind._from_tensordict(made)
-        else:
-            columns[name] = Texts.of(entry) if isinstance(entry, list) else entry
-    return columns
-
-
 def _non_tensor(value: Any) -> NonTensorData:
     return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
 
@@ -757,6 +748,8 @@ def _records(entries: dict[Any, Any], num_rows: int) -> list[TensorDict]:
             columns[name] = entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
         elif isinstance(entry, MetaData):
             columns[name] = itertools.repeat(entry, num_rows)
+        elif isinstance(entry, Texts):
+            columns[name] = map(_non_tensor, entry.tolist())
         else:
             columns[name] = map(_non_tensor, entry) if isinstance(entry[0], str) else entry
     return [
