@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.messages import expand_spans as expand_spans
     from torchrl_vllm_sync.requests.messages import max_version as max_version
     from torchrl_vllm_sync.requests.messages import min_version as min_version
-    from torchrl_vllm_sync.rl.collectors import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
     from torchrl_vllm_sync.rl.corrections import StalenessFilter as StalenessFilter
     from torchrl_vllm_sync.rl.corrections import StalenessWeight as StalenessWeight
     from torchrl_vllm_sync.rl.corrections import VersionStamp as VersionStamp
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
+    from torchrl_vllm_sync.rl.groups import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
     from torchrl_vllm_sync.rl.grpo import GRPORun as GRPORun
     from torchrl_vllm_sync.rl.grpo import train_grpo as train_grpo

@@ -14,7 +14,7 @@ from tests.engine.checks import TOLERANCE, perturbed
 from tests.engine.requests import eventually, num_running, slowed
 from tests.engine.test_torchrl_faces import TOKENIZER, asked, flat, policy_of
 from torchrl_vllm_sync import vLLMWrapper
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.testing import token_log_probs
 
 pytestmark = [

@@ -28,7 +28,7 @@ from torchrl_vllm_sync import (
     WeightUpdater,
     vLLMWrapper,
 )
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 
 # TorchRL 0.14's wrapper builds each single-turn history in a shape that its own class corrects.
 pytestmark = [

@@ -6,7 +6,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.modules.llm.policies.common import LogProbs, Masks, Text, Tokens
 
-from torchrl_vllm_sync.rl.texts import Texts
+from torchrl_vllm_sync.rl.rows import Texts
 
 PAD = 7
 _names = itertools.count()

@@ -3,7 +3,7 @@
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 
 PAD = 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-from torchrl_vllm_sync.rl.policy import ConversationFinder
+from torchrl_vllm_sync.rl.conversations import ConversationFinder
 
 
 def rows(num, **entries):

@@ -19,7 +19,7 @@ from torchrl_vllm_sync.errors import (
     UncorrectableSamplingError,
     UnsupportedArgumentError,
 )
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
 pytestmark = [

@@ -31,7 +31,7 @@ from torchrl_vllm_sync.requests.messages import (
     PackedResults,
     SampleReport,
 )
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 pytestmark = [

@@ -20,7 +20,7 @@ from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Te
 from tests.fakes.dense import PAD, contents, dense_rows
 from torchrl_vllm_sync.errors import RowLayoutError
 from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
-from torchrl_vllm_sync.rl.texts import Texts, objects
+from torchrl_vllm_sync.rl.rows import Texts, objects
 
 
 def batches(*sizes, seed=0, **options):

@@ -14,7 +14,7 @@ from tensordict import (
 )
 from torchrl.data.llm import History
 
-from torchrl_vllm_sync.rl.texts import Texts, objects
+from torchrl_vllm_sync.rl.rows import Texts, objects
 
 FLAT = ["a", "b", "c", "d"]
 NESTED = [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]

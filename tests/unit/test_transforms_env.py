@@ -22,8 +22,8 @@ from torchrl.modules.llm.policies import ChatHistory
 from tests.fakes.rl import Service
 from torchrl_vllm_sync import GenerationStatistics, VersionStamp, WeightUpdater
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl import keys
-from torchrl_vllm_sync.rl.collectors import move_collector
+from torchrl_vllm_sync.rl import rows as keys
+from torchrl_vllm_sync.rl.updater import move_collector
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 TOKENIZER = make_tiny_tokenizer()

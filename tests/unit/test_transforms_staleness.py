@@ -21,7 +21,7 @@ from torchrl.objectives.llm.grpo import MCAdvantage
 from tests.fakes.rl import Service, stamped_rows
 from torchrl_vllm_sync import StalenessFilter, StalenessWeight, WeightUpdater
 from torchrl_vllm_sync.errors import UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.keys import FULL_VERSIONS, POLICY_VERSION, RESPONSE_VERSIONS
+from torchrl_vllm_sync.rl.rows import FULL_VERSIONS, POLICY_VERSION, RESPONSE_VERSIONS
 
 LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
 

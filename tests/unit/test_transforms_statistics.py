@@ -11,7 +11,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from tests.fakes.rl import stamped_rows
 from torchrl_vllm_sync import GenerationStatistics, StalenessFilter
 from torchrl_vllm_sync.errors import UnstampedRowsError
-from torchrl_vllm_sync.rl import keys
+from torchrl_vllm_sync.rl import rows as keys
 
 LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
 NAN = math.nan

@@ -274,8 +274,8 @@ def test_a_collector_that_was_busy_is_waited_for_again_once_it_is_free(
 ):
     fake, remote = FakeRay(), Collector()
     remote._collector = SimpleNamespace(__ray_call__=fake)
-    monkeypatch.setattr("torchrl_vllm_sync.rl.collectors.ray", fake)
-    monkeypatch.setattr("torchrl_vllm_sync.rl.collectors.RayLLMCollector", Collector)
+    monkeypatch.setattr("torchrl_vllm_sync.rl.updater.ray", fake)
+    monkeypatch.setattr("torchrl_vllm_sync.rl.updater.RayLLMCollector", Collector)
     updater.register_collector(remote)
     assert (fake.num_waits, fake.calls[-1].is_done) == (1, True)
     for fake.is_free, num_waits, num_warnings in [

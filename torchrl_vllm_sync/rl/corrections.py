@@ -19,12 +19,7 @@ from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
 from torchrl_vllm_sync.checks import check_integer, check_number, check_positive, check_version
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.keys import (
-    FULL_VERSIONS,
-    MAX_POLICY_VERSION,
-    NO_VERSION,
-    POLICY_VERSION,
-)
+from torchrl_vllm_sync.rl.rows import FULL_VERSIONS, MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from itertools import count, islice, repeat
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl._utils import logger
 from torchrl.data import LazyStackStorage
+from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as _TorchRLBuffer
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.objectives.llm import MCAdvantageSelector as _Selector
 
@@ -118,10 +119,8 @@ class GroupAdvantage(MCAdvantage):
         """The group of each row, if these are dense rows of one step a trajectory."""
         if type(rows) is not TensorDict or rows.ndim != 1 or len(rows) < 2 or self.is_shared:
             return None
-        if (
-            self.candidate_group_size > self.grpo_size
-            or type(self.candidate_selector) is not _Selector
-        ):
+        has_candidates = self.candidate_group_size > self.grpo_size
+        if has_candidates or type(self.candidate_selector) is not _Selector:
             return None
         done, prompts = rows.get(self.done_key, None), rows.get(self.prompt_key, None)
         if not isinstance(done, torch.Tensor) or done.numel() != len(rows) or not done.all():
@@ -190,11 +189,11 @@ class GroupAdvantage(MCAdvantage):
 
     def _wait(self, columns: Columns, members: dict[Any, list[int]]) -> None:
         places = [at for queue in members.values() for at in queue]
-        rows = zip(repeat(columns.take(torch.tensor(places, dtype=torch.int64))), count())
+        rows, at = columns.take(torch.tensor(places, dtype=torch.int64)), count()
         for group, queue in members.items():
             self.queues.pop(group, None)
             if queue:
-                waiting = (_Row(*one) for one in islice(rows, len(queue)))
+                waiting = [_Row(rows, next(at)) for _ in queue]
                 self.queues[group] = deque(waiting, self.candidate_group_size)
 
 
@@ -284,7 +283,9 @@ class RolloutStorage(LazyStackStorage):
             raise RowLayoutError((), f"rows must be a dense TensorDict, got {type(data).__name__}")
         rows = Columns.of(data if data.ndim else data.unsqueeze(0)).to(self.device)
         rows.check()
-        index = _places(cursor, self.max_size)[-self.max_size :]
+        if isinstance(cursor, slice):
+            cursor = range(*cursor.indices(self.max_size))
+        index = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)[-self.max_size :]
         if len(rows) > self.max_size:  # the last ones stay
             rows = rows.take(torch.arange(len(rows))[-self.max_size :])
         stored = self._storage
@@ -339,7 +340,7 @@ class RolloutStorage(LazyStackStorage):
         """
         if not len(self):
             raise IndexError("the storage is empty")
-        places = torch.arange(len(self))[index if not isinstance(index, range) else list(index)]
+        places = torch.arange(len(self))[list(index) if isinstance(index, range) else index]
         rows = self._storage.trimmed(places.reshape(-1)).rows()
         return rows if places.ndim else rows[0]
 
@@ -364,7 +365,36 @@ class RolloutStorage(LazyStackStorage):
             self.set(slice(0, len(rows)), rows)
 
 
-def _places(cursor: Any, max_size: int) -> torch.Tensor:
-    if isinstance(cursor, slice):
-        cursor = range(*cursor.indices(max_size))
-    return torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)
+class RayReplayBuffer(_TorchRLBuffer):
+    """TorchRL's ``RayReplayBuffer``, which pickles: a copy reads and writes the same buffer.
+
+    TorchRL's own (up to 0.14.1 at least) does not pickle, as it must for a ``RayLLMCollector``.
+    Only where the buffer was made do ``close()`` and ``shutdown()`` end the actor; a copy lets go.
+
+    Example:
+        >>> buffer = RayReplayBuffer(storage=partial(LazyStackStorage, 512), batch_size=32)
+        >>> collector = RayLLMCollector(env, policy=policy, replay_buffer=buffer, ...)
+
+    Args:
+        *args, **kwargs: See TorchRL's ``RayReplayBuffer``.
+    """
+
+    _is_copy = False
+
+    def close(self) -> None:
+        """Ends the buffer's actor; on a copy, lets go of it."""
+        if not self._is_copy:
+            super().close()
+        elif self.is_alive:
+            del self._rb
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whether Ray runs is for each process to know, and TorchRL counts who needs it there.
+        state = {name: value for name, value in vars(self).items() if name != "_runtime_lease"}
+        return _rebuild, (type(self), {**state, "_is_copy": True})
+
+
+def _rebuild(kind: type[RayReplayBuffer], state: dict[str, Any]) -> RayReplayBuffer:
+    buffer = object.__new__(kind)
+    vars(buffer).update(state)
+    return buffer

@@ -141,11 +141,10 @@ class _LocalReplica(EngineActor):
     """What a replica's actor does, over an ``LLM`` instead of an ``AsyncLLM``."""
 
     def __init__(self, llm: LLM) -> None:
-        engine: Any = llm.llm_engine
-        super().__init__(replica_id=REPLICA_ID, engine_args=engine, environment={})
+        self._llm_engine: Any = llm.llm_engine
+        super().__init__(replica_id=REPLICA_ID, engine_args=self._llm_engine, environment={})
         self.engine: Any = _AsyncFace(llm)
-        self._gate: Any = _FollowedRequests(REPLICA_ID)
-        self._llm_engine = engine
+        self._gate: Any = _FollowedRequests()
 
     async def start(self) -> EngineDescription:
         """Begins to take pushes, and to stamp outputs; the engine runs already."""
@@ -184,8 +183,8 @@ class _LocalReplica(EngineActor):
 class _FollowedRequests(AdmissionGate):
     """The gate of an ``LLM``, which admits everything: it only tracks the samples inside."""
 
-    def __init__(self, replica_id: str) -> None:
-        super().__init__(replica_id)
+    def __init__(self) -> None:
+        super().__init__(REPLICA_ID)
         self.samples: dict[tuple[str, int], SampleVersions] = {}
 
     def register(self, state: SampleState) -> None:
@@ -224,11 +223,10 @@ class _AsyncFace:
     def _run_output_handler(self) -> None:
         """Does nothing: an ``LLM`` takes up outputs inside ``generate``."""
 
-    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         """Does nothing: an ``LLM`` steps only inside ``generate``."""
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        """Does nothing, as above."""
+    pause_scheduler_async = pause_generation
 
     async def resume_generation(self) -> None:
         """Drops cached prefixes: an ``LLM`` does not salt them by version."""

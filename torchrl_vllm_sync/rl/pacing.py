@@ -112,12 +112,9 @@ class Ledger:
         return fresh
 
     def turn(self, owner: str, number: int) -> Ticket | bool | None:
-        """True if a ticket's rows are the next, of the batch that is to be trained next.
-
-        Or an older ticket that returned: all may be waiting for their turns when a collector fails.
-        """
+        """True if a ticket's rows are the next to be trained, or an older ticket that returned."""
         self._rows_of(owner, number)
-        if self._returned and self._returned[0] < (number,):
+        if self._returned and self._returned[0] < (number,):  # all may wait for a turn meanwhile
             return self.admit(owner)
         if self._is_frozen or number != self.num_delivered or self._batches_ahead(number) > 0:
             return None
@@ -127,8 +124,7 @@ class Ledger:
     def write(self, owner: str, number: int, count: int) -> bool:
         """Whether a ticket whose turn it is has to be written to a buffer that counts what it got.
 
-        A collector that died may have done so, and not have said it. The trainer may even have
-        taken the rows; a buffer that it empties then must go on counting.
+        A collector that died may have done so, and the trainer may even have taken the rows.
         """
         self._rows_of(owner, number)
         if self._written[0] != number:
@@ -192,10 +188,7 @@ class Ledger:
         self._notify()
 
     async def call(self, name: str, args: tuple[Any, ...], wait_s: float | None) -> Any:
-        """The answer of a method; if it is to be waited for, once it is not None.
-
-        Nothing is admitted for a collector that has left: it would not come for it.
-        """
+        """The answer of a method; if it is to be waited for, once it is not None."""
         deadline, owner = Deadline(wait_s or 0), next((x for x in args if isinstance(x, str)), "")
         life = self._joined.get(owner)
         if name == "admit" and life is None:  # sent before it died

@@ -6,10 +6,6 @@ import copy
 import itertools
 import logging
 import math
-import secrets
-import threading
-from collections import OrderedDict, deque
-from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -18,7 +14,6 @@ import numpy as np
 import torch
 import xxhash
 from tensordict import LazyStackedTensorDict, MetaData, NonTensorData, TensorDict, lazy_stack
-from torch.nn.utils.rnn import pad_sequence
 from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 from torchrl.modules.llm.policies import vllm_wrapper as _torchrl
@@ -36,187 +31,19 @@ from torchrl_vllm_sync.requests.messages import (
     min_version,
     sampled_log_probs,
 )
-from torchrl_vllm_sync.rl import guards, keys, turns
-from torchrl_vllm_sync.rl.texts import Texts, objects
+from torchrl_vllm_sync.rl import conversations as turns
+from torchrl_vllm_sync.rl import guards
+from torchrl_vllm_sync.rl import rows as keys
+from torchrl_vllm_sync.rl.rows import Texts, objects, sections
 from torchrl_vllm_sync.service.service import AsyncVLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from tensordict import TensorDictBase
-    from tensordict.utils import NestedKey
 
-    from torchrl_vllm_sync.requests.messages import VersionSpan
 
 logger = logging.getLogger(__name__)
-
-# Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
-TRAJECTORY_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "traj_count")
-# Where AsyncEnvPool writes which of its environments a row is of.
-ENVIRONMENT_KEYS: tuple[NestedKey, ...] = ("env_index",)
-_CAPACITY = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The conversation that one row of a policy call belongs to."""
-
-    session_id: str  # the same at every turn
-    group_id: str  # of all that began with the same prompt; the same in every process
-
-
-class ConversationFinder:
-    """Finds the conversations of a policy's rows, turn by turn; thread-safe.
-
-    A trajectory's number names its conversation, in a pool with its environment's. A row without a
-    number continues that whose last prompt and answer its prompt begins with, message by message,
-    where equal siblings are told apart by counting. Other rows begin a conversation.
-
-    Rows are also places: an environment's index in a pool, or else the position in the batch. What
-    begins in a place ends the conversation there. A pickled copy begins anew, with its own names.
-    """
-
-    def __init__(self, capacity: int = _CAPACITY) -> None:
-        self._capacity = capacity
-        self._name = secrets.token_hex(6)
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        # Least recently continued first, each with the ends at which it may go on.
-        self._known: OrderedDict[str, tuple[Conversation, list[int]]] = OrderedDict()
-        self._waiting: dict[int, deque[str]] = {}  # sessions by what was said up to their ends
-        self._places: OrderedDict[object, str] = OrderedDict()
-        self._ended: list[str] = []
-
-    def __reduce__(self) -> tuple[type[ConversationFinder], tuple[int]]:
-        return type(self), (self._capacity,)
-
-    def find(
-        self,
-        rows: TensorDictBase,
-        prompts: Sequence[Sequence[str | bytes]],
-        *,
-        by_content: bool = True,
-        by_position: bool = True,
-    ) -> list[Conversation] | None:
-        """Returns the conversation of each row; ``None`` if nothing identifies them."""
-        numbers, environments = _numbers(rows, TRAJECTORY_KEYS), _numbers(rows, ENVIRONMENT_KEYS)
-        if numbers is None and not by_content:
-            return None
-        found: list[Conversation] = []
-        over: list[str] = []
-        with self._lock:
-            for at, prompt in enumerate(prompts):
-                digests = list(_digests(prompt))
-                environment = None if environments is None else environments[at]
-                if numbers is None:
-                    known = self._continued(digests)
-                    name = f"{self._name}-{next(self._numbers)}" if known is None else ""
-                else:
-                    name = f"{self._name}:{environment}.{numbers[at]}"
-                    known = self._named(name)
-                one = known or self._begin(name, digests)
-                place = ("row", len(prompts), at) if environment is None else ("pool", environment)
-                if by_position or environment is not None:
-                    before = self._settle(place, one.session_id)
-                    if known is None and before is not None:
-                        over.append(before)
-                found.append(one)
-            for session_id in {*over}.difference(one.session_id for one in found):
-                self._forget(session_id)
-        return found
-
-    def answered(
-        self, conversations: Sequence[Conversation], said: Sequence[Sequence[str | bytes]]
-    ) -> None:
-        """Notes what was said up to and with the answers, so that the next turns are recognised."""
-        each = len(said) // len(conversations)
-        with self._lock:
-            for at, messages in enumerate(said):
-                session_id = conversations[at // each].session_id
-                if session_id in self._known:  # not if another call has pushed it out
-                    *_, end = _digests(messages)
-                    self._known[session_id][1].append(end)
-                    self._waiting.setdefault(end, deque()).append(session_id)
-
-    def ended(self) -> list[str]:
-        """Returns the sessions that ended since the last call of this method."""
-        with self._lock:
-            ended, self._ended = self._ended, []
-            return ended
-
-    def _continued(self, digests: list[int]) -> Conversation | None:
-        end = next((one for one in reversed(digests) if one in self._waiting), None)
-        return None if end is None else self._go_on(self._waiting[end][0], [end])
-
-    def _named(self, session_id: str) -> Conversation | None:
-        known = self._known.get(session_id)
-        return None if known is None else self._go_on(session_id, [*known[1]])
-
-    def _go_on(self, session_id: str, from_ends: list[int]) -> Conversation:
-        self._known.move_to_end(session_id)
-        one, ends = self._known[session_id]
-        for end in from_ends:
-            ends.remove(end)
-            self._unwait(session_id, end)
-        return one
-
-    def _begin(self, session_id: str, digests: list[int]) -> Conversation:
-        one = Conversation(session_id, _group_name(digests))
-        self._known[session_id] = one, []
-        if len(self._known) > self._capacity:
-            self._forget(next(iter(self._known)))
-        return one
-
-    def _settle(self, place: object, session_id: str) -> str | None:
-        """Puts a conversation in its place; returns the one that was there before."""
-        before = self._places.pop(place, None)
-        self._places[place] = session_id
-        if len(self._places) > self._capacity:
-            self._places.popitem(last=False)
-        return before
-
-    def _forget(self, session_id: str) -> None:
-        if session_id in self._known:
-            for end in self._known.pop(session_id)[1]:
-                self._unwait(session_id, end)
-            self._ended.append(session_id)
-
-    def _unwait(self, session_id: str, end: int) -> None:
-        waiting = self._waiting[end]
-        waiting.remove(session_id)
-        if not waiting:
-            del self._waiting[end]
-
-
-def _digests(messages: Sequence[str | bytes]) -> Iterator[int]:
-    """Digest of what was said up to each message, the same in every process."""
-    digest = xxhash.xxh3_64()
-    for message in messages:
-        data = message.encode("utf-8", "surrogatepass") if isinstance(message, str) else message
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-        yield digest.intdigest()
-
-
-def _group_name(digests: list[int]) -> str:
-    """Of all that begin with the same prompt; 0 is where nothing was said."""
-    return f"prompt-{digests[-1] if digests else 0:016x}"
-
-
-def _said(chat: Chat) -> list[str]:
-    return [f"{one['role']}:{one['content']}" for one in chat]
-
-
-def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | None:
-    """The first of ``names`` that holds one number a row, however they are nested."""
-    for name in names:
-        entry: Any = rows.get(name, None)
-        if entry is not None:
-            flat = np.ravel(entry.tolist() if hasattr(entry, "tolist") else entry).tolist()
-            if len(flat) == rows.numel():
-                return flat
-    return None
-
 
 # Top-level entries of what is stamped.
 _STAMPS = [keys.POLICY_VERSION, keys.MAX_POLICY_VERSION, keys.POLICY_VERSIONS]
@@ -230,11 +57,7 @@ _FIGURES = (
 )
 # Of the probability may be outside a sampling mask, by rounding.
 _MISSING = 1e-3
-_joined = _torchrl._cat_prompt_response
-# The values of one entry: a tensor of all rows, or a list with a value for each.
-_Entry: TypeAlias = Any
-Chat: TypeAlias = "list[dict[str, Any]]"
-"""Messages, each with its role and content."""
+Chat: TypeAlias = "list[dict[str, Any]]"  # messages, each with its role and content
 
 
 class _Seeds:
@@ -260,35 +83,32 @@ class _Seeds:
 class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     """TorchRL's ``vLLMWrapper`` over a service, with what TorchRL drops of each response kept.
 
-    Each generated row carries more entries than TorchRL's, named in ``torchrl_vllm_sync.rl.keys``
-    and of the batch's shape unless said otherwise.
+    Each generated row carries more entries than TorchRL's, of the batch's shape unless said
+    otherwise; ``torchrl_vllm_sync.rl.rows`` has their names.
 
     - ``"policy_version"`` and ``"max_policy_version"``, int64: the oldest and the newest policy
       version that sampled one of the row's tokens, in place of a collector's own stamp.
-    - ``("policy_versions", "response")``, int64, laid out as ``("tokens", "response")``: the
-      version that sampled each token; -1 on padding.
-    - ``("policy_versions", "full")``, int64, laid out as ``("tokens", "full")``: the same, with -1
-      on the prompt. Absent with ``input_mode="text"``, where TorchRL has no ``("tokens", "full")``.
+    - ``("policy_versions", "response")`` and ``"full"``, int64, laid out as ``"tokens"`` are: the
+      version that sampled each token; -1 on prompts and padding. As TorchRL has no
+      ``("tokens", "full")`` with ``input_mode="text"``, there is no such one either.
     - ``"finish_reason"``, text: vLLM's reason (``"stop"``, ``"length"``, ``"abort"``).
     - ``("generation", "num_cached_tokens")``, int64: tokens of the prompt that came from the prefix
       cache; -1 where vLLM did not say.
     - ``("generation", "queue_time")``, ``"prefill_time"`` and ``"decode_time"``, float32 seconds:
       from vLLM's queue to its first batch, to the first token, to the last. Pauses count where they
       fall; what a request did before an update sent it back does not. NaN where vLLM did not say.
-    - ``("generation", "replica_id")``, text: the replica that answered.
-    - ``("generation", "uncorrected")``, text: settings that ``allow`` let through; else absent.
+    - ``("generation", "replica_id")``, text: the replica that answered. ``"uncorrected"``, text:
+      settings that ``allow`` let through; else absent.
     - ``("sampling_mask", "response")``, int32 of the shape of ``("tokens", "response")`` and
       ``top_k + 8``, with ``return_sampling_mask``: the tokens that could be sampled there, by the
       engines' own log-probabilities; -1 behind the last.
     - ``("routed_experts", "full")``, int16 of the shape of ``("tokens", "full")``, layers, and
       experts a token, from engines launched with ``enable_return_routed_experts``: which experts
       computed each token; -1 on the last one, which none has computed, and on padding.
-
-    - ``("turns", "kept")``, int64, with ``input_mode="history"``: of the prompt's tokens, those of
-      the turn before, prompt and answer; 0 where the whole prompt was encoded.
-    - ``("turns", "forked")``, bool: the conversation went on, but the template shows an earlier
-      turn in another way (it drops thinking, for one), so that all of it was encoded anew.
-    - ``("turns", "num_messages")``, int64: messages of the prompt.
+    - ``("turns", "num_messages")``, int64, with ``input_mode="history"``: messages of the prompt.
+      ``"kept"``, int64: of its tokens, those of the turn before, prompt and answer; 0 where all of
+      it was encoded. ``"forked"``, bool: that was so because the template shows an earlier turn in
+      another way than before (it drops thinking, for one).
 
     So in a conversation the prompt of a turn begins with prompt and answer of the turn before,
     token by token: its text, encoded anew, would be other tokens than those sampled. The rows carry
@@ -358,7 +178,6 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         allow: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
-        guards.check_allowed(allow)
         if not isinstance(model, AsyncVLLM):
             raise UnsupportedArgumentError(
                 f"model must be a torchrl_vllm_sync.AsyncVLLM, got {type(model).__name__}; "
@@ -381,7 +200,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             if getattr(model.engine_args, "enable_return_routed_experts", False):
                 self.out_keys.append(keys.ROUTED_EXPERTS[0])
         self.find_sessions = find_sessions
-        self._finder, self._seeds = ConversationFinder(), _Seeds()
+        self._finder, self._seeds = turns.ConversationFinder(), _Seeds()
         self._set_guards(trainer, return_sampling_mask, allow)
         self._knows_tokenizer = self.tokenizer is None or self.input_mode == "tokens"
 
@@ -431,8 +250,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return mine, note
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._knows_tokenizer:
-            self._check_tokenizer()
+        self._check_tokenizer()
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         prompts = args[0] if args else kwargs["prompt_token_ids"]
         if isinstance(prompts, list):
@@ -441,7 +259,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _check_tokenizer(self) -> None:
         args = self.model.engine_args
-        if not args.skip_tokenizer_init:  # else the engines have none
+        if not (self._knows_tokenizer or args.skip_tokenizer_init):  # else the engines have none
             mine, its = guards.named(self.tokenizer), args.tokenizer or args.model
             names = f"the policy's {mine}", f"the engines' {its!r}"
             guards.check_tokenizers(self.tokenizer, self.model.requests.tokenizer(), names)
@@ -455,21 +273,22 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return super()._from_vllm_generate_history(rows, sampling_params, out)
         prompts = list(history.unbind(0))
         chats = [one.tolist(tolist_first=True) for one in prompts]
-        said = [_said(chat) for chat in chats]
+        said = [turns.said_in(chat) for chat in chats]
         conversations = self._find_conversations(rows, said)
-        tokens, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
-        answers = self._answers(tokens, sampling_params, conversations)
-        prompts, texts, said = map(answers.for_each_row, (prompts, texts, said))
-        replies = self._decoded(answers.tokens)
+        ids, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
+        answers = self._answers(ids, sampling_params, conversations)
+        ids, prompts, texts, said = map(answers.for_each_row, (ids, prompts, texts, said))
+        replies = self._decoded(answers.ids)
         if conversations:
             wholes = zip(said, replies, strict=True)
             self._finder.answered(conversations, [[*a, f"assistant:{b}"] for a, b in wholes])
-        text = {"prompt": texts, "response": replies, "full": self._decoded(answers.sequences)}
+        full = self._decoded([[*a, *b] for a, b in zip(ids, answers.ids, strict=True)])
+        text = {"prompt": texts, "response": replies, "full": full}
         chat = _chats(prompts, replies)
         entries = {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
         if stamps:
             entries[keys.TURNS] = {name: answers.for_each_row(one) for name, one in stamps.items()}
-        return self._rows(answers, tokens, entries)
+        return self._rows(answers, entries, *self._prompts(ids))
 
     def answer_chats(
         self,
@@ -503,44 +322,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             options: dict[str, Any] = {"sampling_params": own}
             options["group_id"] = [names[at] for at in of_row]
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
-        answers = _Answers(outputs, [], 1, params, note)
-        return self._dense(answers, ids, texts, chats, torch.tensor(of_row))
-
-    def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
-        """For each chat what sends it, so many times, and returns its ``outputs``."""
-        if not self._knows_tokenizer:
-            self._check_tokenizer()
-        ids, _, names = self._encoded_chats(chats)
-        judged, _ = self._judge(self.sampling_params)
-        params = (self._seeds.of(judged, num_rows) for _ in ids)
-        return [
-            self.model.agenerate(
-                prompt_token_ids=[one] * num_rows, sampling_params=own, group_id=name
-            )
-            for one, name, own in zip(ids, names, params, strict=True)
-        ]
-
-    def _encoded_chats(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[str], list[Any]]:
-        """Tokens, text and group of each chat."""
-        texts, _ = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
-        encoded = self._encoded(texts)
-        finds = self.find_sessions
-        names = [_group_name([*_digests(_said(one))]) if finds else None for one in chats]
-        return [encoded[one] for one in texts], texts, names
-
-    def _dense(
-        self,
-        answers: _Answers,
-        ids: list[list[int]],
-        texts: list[str],
-        chats: Sequence[Chat],
-        of_row: torch.Tensor,
-    ) -> TensorDict:
-        """The entries of all rows as columns; texts wait until they are looked at."""
-        prompts = [torch.tensor(one, dtype=torch.int64) for one in ids]
-        prompt = self._padded(prompts, self.padding_value, "left")[of_row]
-        is_prompt = self._padded([one >= 0 for one in prompts], False, "left")[of_row]
-        num_rows, where = len(of_row), of_row.numpy()
+        answers = _Answers(outputs, 1, params, note, self.padding_value)
+        num_rows, where = len(of_row), np.array(of_row)
+        prompt, is_prompt = (one[where] for one in self._prompts(ids))
         said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
         def late(make: Callable[[], Any]) -> Texts:
@@ -556,19 +340,37 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         entries = {
             self.text_key: (Text, told),
             self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            **self._columns(answers, answers.dense(self.padding_value), prompt, is_prompt),
-            **answers.stamps(),
             keys.TURNS: turns.stamps(
                 [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
             ),
-            **self._mask(answers, is_padded=True),
+            **self._columns(answers, prompt, is_prompt, 0.0),
         }
-        if self.return_log_probs:
-            log_probs, _ = _right_padded(answers.log_probs(), torch.float32, 0.0)
-            full = _joined(torch.full(prompt.shape, math.nan), log_probs)
-            entries[self.log_probs_key] = LogProbs, {"response": log_probs, "full": full}
-        self._mark_padded(entries, MetaData(True))
-        return TensorDict(_stacked(entries, torch.Size([num_rows])), [num_rows])
+        for name, entry in entries.items():
+            if isinstance(entry, tuple):
+                kind, fields = entry
+                entries[name] = kind._from_tensordict(TensorDict(fields, [num_rows]))
+        return TensorDict(entries, [num_rows])
+
+    def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
+        """For each chat what sends it, so many times, and returns its ``outputs``."""
+        self._check_tokenizer()
+        ids, _, names = self._encoded_chats(chats)
+        judged, _ = self._judge(self.sampling_params)
+        params = (self._seeds.of(judged, num_rows) for _ in ids)
+        return [
+            self.model.agenerate(
+                prompt_token_ids=[one] * num_rows, sampling_params=own, group_id=name
+            )
+            for one, name, own in zip(ids, names, params, strict=True)
+        ]
+
+    def _encoded_chats(self, chats: Sequence[Chat]) -> tuple[list[list[int]], list[str], list[Any]]:
+        """Tokens, text and group of each chat."""
+        texts, _ = self._rendered(cast("History", History.from_chats([chats[0]])[0]), [*chats])
+        encoded = self._encoded(texts)
+        finds = self.find_sessions
+        names = [turns.group_name(turns.said_in(one)) if finds else None for one in chats]
+        return [encoded[one] for one in texts], texts, names
 
     def _from_vllm_generate_text(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
@@ -580,10 +382,10 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         conversations = self._find_conversations(td, [[one] for one in texts])
         answers = self._answers(texts, sampling_params, conversations)
         texts = answers.for_each_row(texts)
-        replies = None if self.tokenizer is None else self._decoded(answers.tokens)
+        replies = None if self.tokenizer is None else self._decoded(answers.ids)
         full = self._cat_text(texts, replies)
         text = {"prompt": texts, "response": replies, "full": full}
-        return self._rows(answers, None, {self.text_key: (Text, text)})
+        return self._rows(answers, {self.text_key: (Text, text)})
 
     def _from_vllm_generate_tokens(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
@@ -591,43 +393,30 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         rows: Any = td
         if self.input_key not in rows:
             return super()._from_vllm_generate_tokens(td, sampling_params, out)
-        if self.pad_output:
-            tokens = rows.get(self.input_key)
-        else:
-            tokens = [self._unpadded(one) for one in rows.get(self.input_key, as_list=True)]
-        conversations = self._find_conversations(td, [[repr(one.tolist())] for one in tokens])
-        return self._rows(self._answers(tokens, sampling_params, conversations), tokens, {})
+        given = rows.get(self.input_key, as_list=not self.pad_output)
+        ids = [self._unpadded(one) for one in given]
+        conversations = self._find_conversations(td, [[repr(one)] for one in ids])
+        answers = self._answers(ids, sampling_params, conversations)
+        if not self.pad_output:
+            return self._rows(answers, {}, *self._prompts(answers.for_each_row(ids)))
+        prompt = answers.for_each_row(given)
+        return self._rows(answers, {}, prompt, prompt != self.padding_value)
 
     def _prompt_tokens(
         self, rows: Any, first: History, chats: list[Chat]
-    ) -> tuple[list[torch.Tensor], list[str], dict[str, torch.Tensor]]:
-        """Tokens and text of each prompt, and what its row says of earlier turns.
-
-        With ``prefer_tokens`` they are those that the rows have.
-        """
+    ) -> tuple[list[list[int]], list[str], dict[str, torch.Tensor]]:
+        """Tokens and text of each prompt, and what its row will say of earlier turns."""
         tokens: Any = None
-        stamps: dict[str, torch.Tensor] = {}
         for name in ("prompt", "full") if self.prefer_tokens else ():
             if tokens is None:
                 tokens = rows.get((self.tokens_key, name), None, as_list=True)
-        if tokens is None:
-            texts, end = self._rendered(first, chats)
-            ids, kept, forked = self._continued(rows, chats, texts, end)
-            tokens = [torch.tensor(one, dtype=torch.int64) for one in ids]
-            if not self.prefer_tokens:
-                stamps = turns.stamps([*map(len, chats)], kept, forked)
-        else:
+        if tokens is not None:
             is_nested = getattr(tokens, "is_nested", False)
             tokens = [*tokens.unbind(0)] if isinstance(tokens, torch.Tensor) else tokens
-            if not is_nested and len({*map(len, tokens)}) == 1:  # others cannot be padded
-                tokens = [*map(self._unpadded, tokens)]
-            texts = self._decoded(tokens)
-        return tokens, texts, stamps
-
-    def _continued(
-        self, rows: TensorDictBase, chats: list[Chat], texts: list[str], end: str
-    ) -> tuple[list[list[int]], list[int], list[bool]]:
-        """Tokens of prompts, how many are the last turn's, and whether that could not go on."""
+            is_padded = not is_nested and len({*map(len, tokens)}) == 1  # others cannot be
+            ids = [self._unpadded(one) if is_padded else one.tolist() for one in tokens]
+            return ids, self._decoded(ids), {}
+        texts, end = self._rendered(first, chats)
         names = self.text_key, self.tokens_key, self.masks_key
         before = [None] * len(chats) if self.prefer_tokens else turns.carried(rows, *names)
         # Behind a special token text is encoded as it is in the midst of a prompt.
@@ -647,7 +436,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             [*ids, *encoded[one][skipped:]] if ids else encoded[one]
             for ids, one in zip(kept, new, strict=True)
         ]
-        return ids, [*map(len, kept)], forked
+        stamps = turns.stamps([*map(len, chats)], [*map(len, kept)], forked)
+        return ids, texts, {} if self.prefer_tokens else stamps
 
     def _encoded(self, texts: list[str]) -> dict[str, list[int]]:
         distinct = list(dict.fromkeys(texts))  # the samples of a group have one prompt
@@ -655,10 +445,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return dict(zip(distinct, encoded, strict=True))
 
     def _rendered(self, first: History, chats: list[Chat]) -> tuple[list[str], str]:
-        """Applies the chat template to all prompts at once, and says what ends its turns.
-
-        Which template it is TorchRL alone knows.
-        """
+        """Applies the template, which TorchRL alone knows, to all; and says what ends its turns."""
         chosen: dict[str, Any] = {}
         listener: Any = SimpleNamespace(
             name_or_path=getattr(self.tokenizer, "name_or_path", ""),
@@ -675,49 +462,37 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
                 [str(one) for one in self.tokenizer.added_tokens_decoder.values() if one.special],
             )
         end = self._ends[name]
-        shown = [
-            [turns.without_end(one, end) for one in chat if one["role"] != "<none>"]
-            for chat in chats
-        ]
+        said = ([one for one in chat if one["role"] != "<none>"] for chat in chats)
+        shown = [[turns.without_end(one, end) for one in chat] for chat in said]
         return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown}), end
 
     def _answers(
-        self, prompts: _Entry, sampling_params: Any, conversations: list[Conversation] | None
+        self, prompts: Any, sampling_params: Any, conversations: list[turns.Conversation] | None
     ) -> _Answers:
         """Generates for texts or tokens."""
         sampling_params, note = self._judge(sampling_params)
         options: dict[str, Any] = {"sampling_params": sampling_params}
-        of: Any = self.num_samples or 1, sampling_params, note
         if conversations is not None:
             options["session_id"] = [one.session_id for one in conversations]
             options["group_id"] = [one.group_id for one in conversations]
         if isinstance(prompts[0], str):
-            return _Answers(self._call_generate(prompts, **options), [], *of)
-        if isinstance(prompts, torch.Tensor):
-            prompts = [self._unpadded(one) for one in prompts]
-        ids = [one.tolist() for one in prompts]
-        outputs = self._call_generate(prompt_token_ids=ids, **options)
-        return _Answers(outputs, prompts, *of)
+            outputs = self._call_generate(prompts, **options)
+        else:
+            outputs = self._call_generate(prompt_token_ids=prompts, **options)
+        return _Answers(outputs, self.num_samples or 1, sampling_params, note, self.padding_value)
 
-    def _rows(self, answers: _Answers, prompts: _Entry, entries: dict[Any, Any]) -> TensorDictBase:
-        """The rows of TorchRL's wrapper, and this library's entries; ``prompts`` are tokens."""
-        prompt = is_prompt = None
-        if prompts is not None:
-            prompt = answers.for_each_row(prompts)
-            is_dense = isinstance(prompt, torch.Tensor)
-            is_prompt = prompt != self.padding_value if is_dense else [one >= 0 for one in prompt]
-            if self.pad_output and not is_dense:
-                prompt = self._padded(prompt, self.padding_value, "left")
-                is_prompt = self._padded(is_prompt, False, "left")
-        response = self._laid_out(answers.tokens, self.padding_value)
-        versions = self._laid_out(answers.versions(), keys.NO_VERSION)
-        is_answer = self._laid_out([one >= 0 for one in answers.tokens], False)
-        entries |= self._columns(answers, (response, versions, is_answer), prompt, is_prompt)
-        entries |= answers.stamps() | self._mask(answers, is_padded=self.pad_output)
-        if self.return_log_probs:
-            entries[self.log_probs_key] = LogProbs, self._log_probs(answers, prompt)
-        self._mark_padded(entries, [MetaData(self.pad_output)] * len(answers.samples))
-        rows = _records(entries)
+    def _rows(
+        self,
+        answers: _Answers,
+        entries: dict[Any, Any],
+        prompt: torch.Tensor | None = None,
+        is_prompt: torch.Tensor | None = None,
+    ) -> TensorDictBase:
+        """The rows of TorchRL's wrapper, and this library's entries."""
+        entries |= self._columns(answers, prompt, is_prompt, self.padding_value)
+        if not self.pad_output:
+            entries = _ragged(entries, is_prompt, answers.dense[1])
+        rows = _records(entries, len(answers.samples))
         if self.num_samples:
             each = self.num_samples
             rows = [lazy_stack(rows[at : at + each]) for at in range(0, len(rows), each)]
@@ -726,78 +501,75 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _columns(
         self,
         answers: _Answers,
-        columns: tuple[_Entry, _Entry, _Entry],
-        prompt: _Entry,
-        is_prompt: _Entry,
+        prompt: torch.Tensor | None,
+        is_prompt: torch.Tensor | None,
+        padding: float,
     ) -> dict[Any, Any]:
-        """Tokens, masks and versions of all rows; of prompts there may be no tokens."""
-        response, versions, is_answer = columns
+        """All tensors of all rows, padded; of prompts there may be no tokens."""
+        response, is_answer = answers.dense
+        versions = answers.versions()
         tokens, stamps, masks = {"response": response}, {"response": versions}, {}
-        if prompt is not None:
-            tokens |= {"prompt": prompt, "full": _joined(prompt, response)}
-            masks["all_attention_mask"] = _joined(is_prompt, is_answer)
-            masks["all_assistant_mask"] = _joined(_filled(is_prompt, False), is_answer)
-            stamps["full"] = _joined(_filled(prompt, keys.NO_VERSION), versions)
-        made = {
+        if prompt is not None and is_prompt is not None:
+            tokens |= {"prompt": prompt, "full": torch.hstack([prompt, response])}
+            masks["all_attention_mask"] = torch.hstack([is_prompt, is_answer])
+            masks["all_assistant_mask"] = torch.hstack([torch.zeros_like(is_prompt), is_answer])
+            stamps["full"] = torch.hstack([torch.full_like(prompt, keys.NO_VERSION), versions])
+        made: dict[Any, Any] = {
             self.tokens_key: (Tokens, tokens),
             self.masks_key: (Masks, masks),
             keys.POLICY_VERSIONS: stamps,
+            **answers.stamps(),
         }
+        if self.return_log_probs:
+            made[self.log_probs_key] = LogProbs, self._log_probs(answers, prompt, padding)
+            if self.return_sampling_mask:
+                name, response = keys.SAMPLING_MASK
+                made[name] = {response: answers.masks()}
+        for one in made.values():
+            if isinstance(one, tuple):
+                one[1]["padded"] = MetaData(True)
         name, full = keys.ROUTED_EXPERTS
-        if prompt is not None and name in self.out_keys:
-            experts = answers.experts(masks["all_attention_mask"])
-            is_dense = isinstance(prompt, torch.Tensor)
-            made[name] = {full: torch.stack(experts) if is_dense else experts}
+        if masks and name in self.out_keys:
+            made[name] = {full: answers.experts(masks["all_attention_mask"])}
         return made
 
-    def _mask(self, answers: _Answers, *, is_padded: bool) -> dict[Any, Any]:
-        if not (self.return_sampling_mask and self.return_log_probs):
-            return {}
-        masks: Any = answers.masks()
-        masks = self._padded(masks, keys.NO_TOKEN, "right") if is_padded else masks
-        name, response = keys.SAMPLING_MASK
-        return {name: {response: masks}}
-
-    def _mark_padded(self, entries: dict[Any, Any], padded: MetaData | list[MetaData]) -> None:
-        for name in (self.tokens_key, self.masks_key, self.log_probs_key):
-            if name in entries:
-                entries[name][1]["padded"] = padded
-
-    def _log_probs(self, answers: _Answers, prompts: _Entry) -> dict[str, _Entry]:
-        log_probs = [torch.tensor(one, dtype=torch.float32) for one in answers.log_probs()]
-        response = self._laid_out(log_probs, self.padding_value)
+    def _log_probs(
+        self, answers: _Answers, prompts: torch.Tensor | None, padding: float
+    ) -> dict[str, Any]:
+        sampled = [sampled_log_probs(one) for one in answers.samples]
+        response, _ = _padded(sampled, torch.float32, padding)
         entries = {"response": response}
         if prompts is None:
             return entries | {"full": response}
         if self.num_samples is not None:
             return entries
-        prompt: Any = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
-        if self.pad_output:
-            prompt = self._padded(prompt, self.padding_value, "right")
-            prompt = torch.nn.functional.pad(prompt, (prompts.shape[-1] - prompt.shape[-1], 0))
-        if _torchrl._has_usable_prompt_logprobs(prompt, pad_output=self.pad_output):
-            entries["prompt"] = prompt
-        else:
-            prompt = None
-            _torchrl._warn_missing_vllm_prompt_logprobs()
-        entries["full"] = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts)
-        return entries
+        prompt: Any = None
+        if answers.params.prompt_logprobs is not None:
+            prompt = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
+            # To the right, as TorchRL does, where rows are padded.
+            prompt, _ = _padded(prompt, torch.float32, padding, on_left=not self.pad_output)
+            if prompt.any() if self.pad_output else prompt.numel():
+                missing = prompts.shape[-1] - prompt.shape[-1]
+                entries["prompt"] = prompt = torch.nn.functional.pad(prompt, (missing, 0))
+            else:
+                prompt = None
+                _torchrl._warn_missing_vllm_prompt_logprobs()
+        full = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts)
+        return entries | {"full": full}
 
-    def _unpadded(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens[tokens != self.padding_value]
+    def _prompts(self, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of prompts, padded on the left, and where they are."""
+        return _padded(ids, torch.int64, self.padding_value, on_left=True)
 
-    def _padded(self, values: list[torch.Tensor], padding: float, side: str) -> torch.Tensor:
-        return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
-
-    def _laid_out(self, responses: list[torch.Tensor], padding: float) -> _Entry:
-        return self._padded(responses, padding, "right") if self.pad_output else responses
+    def _unpadded(self, tokens: torch.Tensor) -> list[int]:
+        return tokens[tokens != self.padding_value].tolist()
 
     def _decoded(self, tokens: Sequence[Any]) -> list[str]:
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
 
     def _find_conversations(
         self, rows: TensorDictBase, said: Sequence[Sequence[str]]
-    ) -> list[Conversation] | None:
+    ) -> list[turns.Conversation] | None:
         if not self.find_sessions:
             return None
         # Batching merges the rows of several callers, so that their positions say nothing.
@@ -812,46 +584,41 @@ class _Answers:
     """What an engine has answered: a row for each sample, those of one prompt side by side."""
 
     def __init__(
-        self, outputs: Any, prompts: list[torch.Tensor], num_samples: int, params: Any, note: str
+        self, outputs: Any, num_samples: int, params: Any, note: str, padding: int
     ) -> None:
         self.outputs = outputs if isinstance(outputs, list) else [outputs]
-        self._params, self._note = params, note
-        self._prompts, self._num_samples = prompts, num_samples
+        self._num_samples, self.params = num_samples, params
+        self._note, self._padding = note, padding
         self.samples = [one for output in self.outputs for one in output.outputs]
         self._reports = [(one, of) for of in self.outputs for one in of.sample_reports]
         self.ids = [one.token_ids for one in self.samples]
-
-    @cached_property
-    def tokens(self) -> list[torch.Tensor]:
-        return [torch.tensor(one, dtype=torch.int64) for one in self.ids]
-
-    @property
-    def sequences(self) -> Any:
-        """Tokens of prompts and answers, without padding."""
-        return _joined(self.for_each_row(self._prompts), self.tokens)
 
     def for_each_row(self, of_prompts: Any) -> Any:
         if isinstance(of_prompts, torch.Tensor):
             return of_prompts.repeat_interleave(self._num_samples, 0)
         return [one for one in of_prompts for _ in range(self._num_samples)]
 
-    def dense(self, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, the versions that sampled them, and where they are, padded on the right.
+    @cached_property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, padded on the right, and where they are."""
+        return _padded(self.ids, torch.int64, self._padding)
 
-        A few operations for all rows: each would have a trainer in another thread wait for Python.
-        """
-        tokens, is_answer = _right_padded(self.ids, torch.int64, padding)
-        versions = torch.full_like(tokens, keys.NO_VERSION)
-        versions[is_answer] = _expanded([span for one, _ in self._reports for span in one.spans])
-        return tokens, versions, is_answer
+    def versions(self) -> torch.Tensor:
+        """The version that sampled each token."""
+        spans = [span for one, _ in self._reports for span in one.spans]
+        versions, starts, ends = torch.tensor(spans, dtype=torch.int64).view(-1, 3).unbind(1)
+        tokens, is_answer = self.dense
+        made = torch.full_like(tokens, keys.NO_VERSION)
+        made[is_answer] = versions.repeat_interleave(ends - starts)
+        return made
 
-    def masks(self) -> list[torch.Tensor]:
-        """The tokens that could be sampled in place of each, of shape ``(num_tokens, width)``."""
-        width, made = guards.mask_width(self._params.top_k), []
+    def masks(self) -> torch.Tensor:
+        """The tokens that could be sampled in place of each, of shape ``(*tokens, width)``."""
+        width = guards.mask_width(self.params.top_k)
+        if guards.is_greedy(self.params):
+            return torch.full((*self.dense[0].shape, width), keys.NO_TOKEN, dtype=torch.int32)
+        made = []
         for row, sample in enumerate(self.samples):
-            if guards.is_greedy(self._params):
-                made.append(torch.full((len(self.ids[row]), width), keys.NO_TOKEN).int())
-                continue
             ids, log_probs = listed_tokens(sample, width)
             total = np.exp(log_probs).sum(-1)
             if (short := np.flatnonzero(total < 1 - _MISSING)).size:
@@ -861,11 +628,10 @@ class _Answers:
                     f"row {row}, token {at}: the {width} likeliest tokens hold {total[at]:.4f} of "
                     "the probability: too many are as likely as the last of top_k",
                 )
-            ids = np.where(np.isfinite(log_probs), ids.astype(np.int32), keys.NO_TOKEN)
-            made.append(torch.from_numpy(ids))
-        return made
+            made.append(np.where(np.isfinite(log_probs), ids.astype(np.int32), keys.NO_TOKEN))
+        return _padded(made, torch.int32, keys.NO_TOKEN)[0]
 
-    def experts(self, attention: _Entry) -> list[torch.Tensor]:
+    def experts(self, attention: torch.Tensor) -> torch.Tensor:
         """Those of each row, where its mask is."""
         made = []
         for row, (mask, sample) in enumerate(zip(attention, self.samples, strict=True)):
@@ -876,53 +642,60 @@ class _Answers:
             experts = torch.full((len(mask), *one.shape[1:]), keys.NO_EXPERT, dtype=torch.int16)
             experts[at] = torch.from_numpy(one.astype(np.int16))
             made.append(experts)
-        return made
-
-    def log_probs(self) -> list[Any]:
-        return [sampled_log_probs(one) for one in self.samples]
-
-    def versions(self) -> list[torch.Tensor]:
-        """The version that sampled each token."""
-        return [_expanded(one.spans) for one, _ in self._reports]
+        return torch.stack(made)
 
     def stamps(self) -> dict[str, Any]:
         """Columns of one value a row."""
         oldest = [min_version(one.spans, default=of.min_version) for one, of in self._reports]
         newest = [max_version(one.spans, default=of.max_version) for one, of in self._reports]
-        generation: dict[str, _Entry] = {}
+        generation: dict[str, Any] = {}
         for key, name, unknown, dtype in _FIGURES:
             known = (getattr(one, name) for one, _ in self._reports)
             values = [unknown if one is None else one for one in known]
             generation[key[-1]] = torch.tensor(values, dtype=dtype)
-        generation[keys.REPLICA_ID[-1]] = [of.replica_id for _, of in self._reports]
+        generation[keys.REPLICA_ID[-1]] = Texts.of([of.replica_id for _, of in self._reports])
         if self._note:
-            generation[keys.UNCORRECTED[-1]] = [self._note] * len(self._reports)
+            generation[keys.UNCORRECTED[-1]] = Texts.of([self._note] * len(self._reports))
         return {
             keys.POLICY_VERSION: torch.tensor(oldest),
             keys.MAX_POLICY_VERSION: torch.tensor(newest),
-            keys.FINISH_REASON: [one.finish_reason for one in self.samples],
+            keys.FINISH_REASON: Texts.of([one.finish_reason for one in self.samples]),
             keys.GENERATION: generation,
         }
 
 
-def _expanded(spans: Sequence[VersionSpan]) -> torch.Tensor:
-    """The version of each token."""
-    versions, starts, ends = torch.tensor(spans, dtype=torch.int64).view(-1, 3).unbind(1)
-    return versions.repeat_interleave(ends - starts)
-
-
-def _right_padded(
-    rows: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype, padding: float
+def _padded(
+    rows: Sequence[Any], dtype: torch.dtype, padding: float | None, *, on_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of unequal length as one tensor, and a mask of where they are."""
+    """Rows of unequal length as one tensor, and where they are, in a few operations for all."""
     lengths = torch.tensor([len(one) for one in rows])
     is_there = torch.arange(int(lengths.max())) < lengths[:, None]
-    padded = torch.full(is_there.shape, padding, dtype=dtype)
-    padded[is_there] = torch.from_numpy(np.concatenate(rows)).to(dtype)
+    is_there = is_there.flip(1) if on_left else is_there
+    values = torch.from_numpy(np.concatenate(rows)).to(dtype)
+    padded = torch.full((*is_there.shape, *values.shape[1:]), padding or 0, dtype=dtype)
+    padded[is_there] = values
     return padded, is_there
 
 
-def _chats(prompts: list[Any], replies: list[str]) -> dict[str, _Entry]:
+def _ragged(entries: Any, is_prompt: torch.Tensor | None, is_answer: torch.Tensor) -> Any:
+    """Entries of :func:`_records` without what pads them."""
+    both = is_answer if is_prompt is None else torch.hstack([is_prompt, is_answer])
+    masks = {(True, False): is_prompt, (False, True): is_answer, (True, True): both}
+
+    def cut(name: str, entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return entry[0], cut(name, entry[1])
+        if isinstance(entry, dict):
+            return {one: cut(one, inner) for one, inner in entry.items()}
+        if isinstance(entry, MetaData):
+            return MetaData(False)
+        mask = masks.get(sections((name,), entry))
+        return entry if mask is None else [row[at] for row, at in zip(entry, mask, strict=True)]
+
+    return cut("", entries)
+
+
+def _chats(prompts: list[Any], replies: list[str]) -> dict[str, Any]:
     """What was said: before, in answer, and together. ``History`` itself is 20 times slower."""
     fixed = {"role": _non_tensor("assistant"), "is_complete": _non_tensor(True)}
     messages = [TensorDict({**fixed, "content": _non_tensor(one)}) for one in replies]
@@ -939,8 +712,8 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     """The same, as columns that are made when they are looked at."""
     num_rows, length = len(of_row), len(chats[0])
 
-    def messages(made: Callable[[str], np.ndarray], turns: int) -> History:
-        shape = (num_rows, turns)
+    def messages(made: Callable[[str], np.ndarray], width: int) -> History:
+        shape = (num_rows, width)
         entries = {
             name: Texts.late(shape, lambda name=name: made(name))
             for name in ("role", "content", "is_complete")
@@ -963,44 +736,24 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
     }
 
 
-def _stacked(entries: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
-    """Columns of :func:`_records` for one TensorDict of all rows."""
-    columns: dict[Any, Any] = {}
-    for name, entry in entries.items():
-        if isinstance(entry, tuple):
-            kind, fields = entry
-            columns[name] = kind._from_tensordict(TensorDict(_stacked(fields, shape), shape))
-        elif isinstance(entry, dict):
-            columns[name] = TensorDict(_stacked(entry, shape), shape)
-        elif not isinstance(entry, list):
-            columns[name] = entry
-        else:
-            columns[name] = Texts.of(entry) if isinstance(entry[0], str) else torch.stack(entry)
-    return columns
-
-
 def _non_tensor(value: Any) -> NonTensorData:
     return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
 
 
-def _filled(entry: _Entry, value: Any) -> _Entry:
-    """An entry of the same layout that holds ``value`` everywhere."""
-    if isinstance(entry, torch.Tensor):
-        return torch.full_like(entry, value)
-    return [torch.full_like(one, value) for one in entry]
-
-
-def _records(entries: dict[Any, Any]) -> list[TensorDict]:
+def _records(entries: dict[Any, Any], num_rows: int) -> list[TensorDict]:
     """Rows of columns, which may be nested: in a dict, or in a tensor class and its dict."""
-    columns: dict[Any, _Entry] = {}
+    columns: dict[Any, Any] = {}
     for name, entry in entries.items():
-        if isinstance(entry, tuple):
-            kind, fields = entry
-            columns[name] = [kind._from_tensordict(one) for one in _records(fields)]
-        elif isinstance(entry, dict):
-            columns[name] = _records(entry)
+        kind, fields = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(fields, dict):
+            made = _records(fields, num_rows)
+            columns[name] = made if kind is None else map(kind._from_tensordict, made)
         elif isinstance(entry, torch.Tensor):  # numbers with memory of their own, to be sent alone
             columns[name] = entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
+        elif isinstance(entry, MetaData):
+            columns[name] = itertools.repeat(entry, num_rows)
+        elif isinstance(entry, Texts):
+            columns[name] = map(_non_tensor, entry.tolist())
         else:
             columns[name] = map(_non_tensor, entry) if isinstance(entry[0], str) else entry
     return [

@@ -39,8 +39,7 @@ from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.guards import check_tokenizers, named
 from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
-from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, joined
-from torchrl_vllm_sync.rl.texts import Texts
+from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, Texts, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from torchrl_vllm_sync.rl.pacing import Ticket
-    from torchrl_vllm_sync.rl.policy import Chat
 
 _NUMBERS = itertools.count()
 
@@ -88,6 +86,7 @@ class TextReward(Transform):
         super().__init__()
         self._fn, self._over, self._tokenizer = fn, over, tokenizer
         self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._told = f"TextReward({self._name})"
         parameters = inspect.signature(fn).parameters.values()
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         given = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
@@ -98,7 +97,7 @@ class TextReward(Transform):
         tokenizer = self._tokenizer or chat.tokenizer
         if self._over == "text" and tokenizer is not None:
             mine, its = named(tokenizer), named(policy.tokenizer)
-            names = f"TextReward({self._name})'s {mine}", f"the policy's {its}"
+            names = f"{self._told}'s {mine}", f"the policy's {its}"
             check_tokenizers(tokenizer, policy.tokenizer, names)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -119,9 +118,7 @@ class TextReward(Transform):
     def _rewards(self, rows: Any) -> torch.Tensor:
         env: Any = self.parent
         if env is None:
-            raise UnsupportedArgumentError(
-                f"TextReward({self._name}) is not part of an environment"
-            )
+            raise UnsupportedArgumentError(f"{self._told} is not part of an environment")
         chat = env.base_env
         answers: Any = _arrays(rows.get(("tokens", "response"), as_list=True))
         masks = rows.get(ATTENTION, None, as_list=True)
@@ -131,9 +128,8 @@ class TextReward(Transform):
         if self._over == "text":
             tokenizer = self._tokenizer or chat.tokenizer
             if tokenizer is None:
-                raise UnsupportedArgumentError(
-                    f"TextReward({self._name}) needs a tokenizer, as the environment has none"
-                )
+                told = f"{self._told} needs a tokenizer, as the environment has none"
+                raise UnsupportedArgumentError(told)
             # Arrays, as of a list each number would be looked at in Python.
             answers = tokenizer.batch_decode(answers, skip_special_tokens=True)
         else:
@@ -143,17 +139,14 @@ class TextReward(Transform):
         missing = [one for one, needed in self._columns.items() if needed and one not in known]
         if missing:
             raise RewardError(f"{self._name} wants the column {missing[0]!r}; there are {known}")
-        names: set[str] = (
-            {*known} - {chat.data_key} if self._takes_all else {*known} & {*self._columns}
-        )
+        names = {*known} - {chat.data_key} if self._takes_all else {*known} & {*self._columns}
         columns = {one: _listed(rows.get(one)) for one in names}
         given = self._fn(_listed(rows.get(chat.data_key)), answers, **columns)
         try:
             rewards = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise RewardError(f"{self._name} returned no numbers: {error}") from error
-        if rewards.shape != (len(rows),):
-            shape = tuple(rewards.shape)
+        if (shape := tuple(rewards.shape)) != (len(rows),):
             raise RewardError(f"{self._name} returned shape {shape} for {len(rows)} rows")
         if bad := (~rewards.isfinite()).nonzero().flatten().tolist():
             raise RewardError(f"{self._name} returned {rewards[bad[0]]} for row {bad[0]}")
@@ -221,6 +214,9 @@ class RolloutCollector(LLMCollector):
             TorchRL's; what it was sampling is then sampled by another of its pacer.
     """
 
+    env: Any
+    policy: Any
+
     def __init__(
         self,
         env: Any,
@@ -261,8 +257,7 @@ class RolloutCollector(LLMCollector):
                 warnings.filterwarnings("ignore", notice)
             super().__init__(env, **kwargs)
         if max_staleness:
-            policy: Any = self.policy
-            at_once = 1 if policy._model_type == "sync_vllm" else max_staleness + 1
+            at_once = 1 if self.policy._model_type == "sync_vllm" else max_staleness + 1
             names = {"answers": at_once, "rewards": 1}
             self._threads = [ThreadPoolExecutor(n, f"rollouts-{name}") for name, n in names.items()]
 
@@ -349,10 +344,9 @@ class RolloutCollector(LLMCollector):
         """Refuses a state that this collector cannot go on from; reads the data set up to it."""
         self._check_goes_on()
         if "num_loaded" not in state or self._is_own != ("pacer" in state):
-            told = (
+            raise UnsupportedArgumentError(
                 "a state of a collector by columns is wanted, whose pacer is shared as this one's"
             )
-            raise UnsupportedArgumentError(told)
         if self._is_own:
             self._pacer._call("check_state", state["pacer"])
         if self._frames or self._ahead:
@@ -362,8 +356,7 @@ class RolloutCollector(LLMCollector):
             told = f"dialog_turns_per_batch is {mine}, where it was {its} in the state"
             raise UnsupportedArgumentError(told)
         with self._loading:
-            num_rows = state["num_loaded"]
-            self._load(num_rows)
+            self._load(num_rows := state["num_loaded"])
             found = 0
             for row in range(num_rows):
                 found = self._summed(self._items[row], found)
@@ -373,15 +366,13 @@ class RolloutCollector(LLMCollector):
 
     def _load(self, end: int) -> None:
         """Reads the data set up to a row."""
-        env: Any = self.env
         for row in range(self._num_loaded, end):
-            self._items[row] = item = _primer(env)._load_from_dataloader()
+            self._items[row] = item = _primer(self.env)._load_from_dataloader()
             self._num_loaded, self._prompts_sum = row + 1, self._summed(item, self._prompts_sum)
 
     def _summed(self, item: Any, before: int) -> int:
         """A checksum of an item's prompt, and of all before it."""
-        env: Any = self.env
-        (asked,) = _listed(_column([item.get(env.base_env.data_key)]))
+        (asked,) = _listed(_column([item.get(self.env.base_env.data_key)]))
         return xxhash.xxh3_64_intdigest(str(asked).encode(), before)
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
@@ -438,12 +429,11 @@ class RolloutCollector(LLMCollector):
 
     def _rollout_groups(self) -> TensorDict:
         """A batch of the groups that end first, while as many others are on their way."""
-        policy: Any = self.policy
         number = self.dialog_turns_per_batch // _group_size(self.env)
         is_last = self._frames + self.dialog_turns_per_batch >= self.total_frames
         self._send_groups((1 if is_last else 2) * number - len(self._groups))
         while True:
-            oldest = policy.model.weight_version - self.max_staleness
+            oldest = self.policy.model.weight_version - self.max_staleness
             # Those that would be too old after one more push.
             due = {one for one, version in self._groups.items() if version <= oldest}
             if len(self._ready) >= number and due <= {*self._ready}:
@@ -458,29 +448,25 @@ class RolloutCollector(LLMCollector):
         return rows.trimmed(torch.arange(len(rows))).rows()
 
     def _padding(self) -> Padding:
-        policy: Any = self.policy
-        padding = Padding(policy.padding_value)
-        padding.answers = {(policy.log_probs_key, name): 0.0 for name in ("response", "full")}
+        padding = Padding(self.policy.padding_value)
+        padding.answers = {(self.policy.log_probs_key, name): 0.0 for name in ("response", "full")}
         return padding
 
     def _send_groups(self, number: int) -> None:
-        env: Any = self.env
-        policy: Any = self.policy
-        primer, size = _primer(env), _group_size(env)
+        primer, size = _primer(self.env), _group_size(self.env)
         loaded = [primer._load_from_dataloader() for _ in range(number * size)][::size]
-        if not loaded:
-            return
-        version, chats = policy.model.weight_version, self._chats(loaded)
-        for item, chat, asked in zip(loaded, chats, policy._asked(chats, size), strict=True):
-            group = start(self._group(item, chat, asked))
+        version = self.policy.model.weight_version
+        sent = self.policy._asked(self._chats(loaded), size) if loaded else ()
+        for item, asked in zip(loaded, sent, strict=True):
+            group = start(self._group(item, asked))
             self._groups[group] = version
             group.add_done_callback(self._ended.put)
 
-    async def _group(self, item: Any, chat: Chat, asked: Any) -> Callable[[], TensorDict]:
+    async def _group(self, item: Any, asked: Any) -> Callable[[], TensorDict]:
         """What gives the rows of a group, once it is answered and scored."""
         outputs, together = await asked, self._unscored
         at, size = len(together.groups), len(outputs)
-        together.groups.append((item, chat, outputs))
+        together.groups.append((item, outputs))
         async with self._scoring:
             if together.rows is None:  # with all that were answered while others were scored
                 self._unscored = SimpleNamespace(groups=[], rows=None)
@@ -490,12 +476,11 @@ class RolloutCollector(LLMCollector):
         rows = await together.rows
         return lambda: rows[at * size : (at + 1) * size]
 
-    def _score_groups(self, groups: list[tuple[Any, Chat, list[Any]]]) -> TensorDict:
-        loaded, chats, outputs = zip(*groups, strict=True)
+    def _score_groups(self, groups: list[tuple[Any, list[Any]]]) -> TensorDict:
+        loaded, outputs = zip(*groups, strict=True)
         of_row = [at for at, each in enumerate(outputs) for _ in each]
-        policy: Any = self.policy
-        rows = policy.answer_chats(chats, of_row, [one for each in outputs for one in each])
-        return self._scored(self._with_data(rows, loaded, of_row))
+        answers = [one for each in outputs for one in each]
+        return self._scored(self._answers(loaded, of_row, outputs=answers))
 
     def _rollout_paced(self) -> TensorDictBase:
         """The next batch of those that the pacer admits."""
@@ -542,7 +527,7 @@ class RolloutCollector(LLMCollector):
             items = self._items.items()
             self._items = {row: item for row, item in items if row >= ticket.oldest}
         # TorchRL lays steps of the environment out side by side.
-        each: Any = self.env.batch_size[0]
+        each = self.env.batch_size[0]
         rows = [one for at in range(each) for one in ticket.rows[at::each]]
 
         def scored(answered: Callable[[], TensorDict]) -> TensorDict:
@@ -555,15 +540,12 @@ class RolloutCollector(LLMCollector):
 
     def _answered(self, rows: Sequence[int]) -> TensorDict:
         """Prompts and answers; several steps of the environment, which are independent, are one."""
-        policy: Any = self.policy
         with self._loading:
             self._load(max(rows) + 1)
             loaded = [self._items[row] for row in rows]
         distinct = list({id(one): one for one in loaded}.values())  # a group's rows are one object
         places = {id(one): at for at, one in enumerate(distinct)}
-        of_row = [places[id(one)] for one in loaded]
-        answers = policy.answer_chats(self._chats(distinct), of_row, numbers=rows)
-        return self._with_data(answers, distinct, of_row)
+        return self._answers(distinct, [places[id(one)] for one in loaded], numbers=rows)
 
     def _kept(self, ticket: Ticket, numbers: Sequence[int], rows: TensorDict) -> TensorDict:
         """A batch's rows, with other groups in place of those that are not kept."""
@@ -589,9 +571,9 @@ class RolloutCollector(LLMCollector):
                 index[where[new]] = len(rows) + at
             rows = joined([columns, more], self._padding()).trimmed(index).rows()
 
-    def _chats(self, loaded: Sequence[Any]) -> list[Chat]:
+    def _chats(self, loaded: Sequence[Any]) -> list[list[dict[str, Any]]]:
         """What is asked with each item of the data set."""
-        chat: Any = self.env.base_env
+        chat = self.env.base_env
         asked = _listed(_column([one.get(chat.data_key) for one in loaded]))
         if strange := [one for one in asked if not isinstance(one, str)]:
             told = f"{chat.data_key!r} is {strange[0]!r}; LLMCollector takes chats, too"
@@ -602,20 +584,19 @@ class RolloutCollector(LLMCollector):
             for query in asked
         ]
 
-    def _with_data(self, rows: TensorDict, loaded: Sequence[Any], of_row: list[int]) -> TensorDict:
-        env: Any = self.env
-        for name in _primer(env).primers.keys():  # noqa: SIM118  a Composite
+    def _answers(self, loaded: Sequence[Any], of_row: list[int], **given: Any) -> TensorDict:
+        """The policy's rows, with what the data set has of each."""
+        rows = self.policy.answer_chats(self._chats(loaded), of_row, **given)
+        for name in _primer(self.env).primers.keys():  # noqa: SIM118  a Composite
             rows[name] = _column([one.get(name) for one in loaded])[of_row]
         return rows
 
     def _scored(self, rows: TensorDict) -> TensorDict:
         """The environment's step, by its own transforms."""
-        env: Any = self.env
-        num_rows = rows.numel()
+        env, num_rows = self.env, rows.numel()
         step = rows.select(*_primer(env).primers.keys())
-        step["history"] = ChatHistory._from_tensordict(
-            TensorDict({"prompt": rows.get("history").full}, num_rows)
-        )
+        full = TensorDict({"prompt": rows.get("history").full}, num_rows)
+        step["history"] = ChatHistory._from_tensordict(full)
         for of in (rows, step):
             for name, spec in env.full_done_spec.items(True, True):
                 of[name] = torch.zeros(num_rows, *spec.shape[1:], dtype=spec.dtype)

@@ -8,32 +8,57 @@ have one shape in all rows.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
     MetaData,
+    NonTensorData,
+    NonTensorStack,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
     is_tensorclass,
     lazy_stack,
 )
+from tensordict.base import _NESTED_TENSORS_AS_LISTS_NONTENSOR
+from tensordict.utils import LinkedList
 from torch.nn.functional import pad
 
 from torchrl_vllm_sync.errors import RowLayoutError
-from torchrl_vllm_sync.rl.keys import (
-    NO_VERSION,
-    POLICY_VERSIONS,
-    ROUTED_EXPERTS,
-    SAMPLING_MASK,
-)
-from torchrl_vllm_sync.rl.texts import TextCell, Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+# Entries that ``vLLMWrapper`` adds to TorchRL's, whose dtypes, shapes and meanings it documents.
+POLICY_VERSION = "policy_version"
+MAX_POLICY_VERSION = "max_policy_version"
+POLICY_VERSIONS = "policy_versions"
+RESPONSE_VERSIONS = (POLICY_VERSIONS, "response")
+FULL_VERSIONS = (POLICY_VERSIONS, "full")
+NO_VERSION = -1  # on tokens that were not sampled: of prompts, and padding
+FINISH_REASON = "finish_reason"
+GENERATION = "generation"
+NUM_CACHED_TOKENS = (GENERATION, "num_cached_tokens")
+UNKNOWN_COUNT = -1  # where vLLM gave no count
+QUEUE_TIME = (GENERATION, "queue_time")
+PREFILL_TIME = (GENERATION, "prefill_time")
+DECODE_TIME = (GENERATION, "decode_time")
+REPLICA_ID = (GENERATION, "replica_id")
+UNCORRECTED = (GENERATION, "uncorrected")
+SAMPLING_MASK = ("sampling_mask", "response")
+NO_TOKEN = -1  # behind the last; where there is none at all, all of the vocabulary could be sampled
+ROUTED_EXPERTS = ("routed_experts", "full")
+NO_EXPERT = -1
+TURNS = "turns"
+NUM_MESSAGES = (TURNS, "num_messages")
+KEPT = (TURNS, "kept")
+FORKED = (TURNS, "forked")
 
 _Key = tuple[str, ...]
 TOKENS, _PROMPT, _RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
@@ -46,6 +71,160 @@ _SECTIONS = {
     "all_attention_mask": (True, True),
     "all_assistant_mask": (True, True),
 }
+
+
+class TextCell(NamedTuple):
+    """The values of a row, in the array of a column."""
+
+    array: Callable[[], np.ndarray]
+    shape: torch.Size  # of the values; of one it is ()
+    at: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _cell, (self.array()[self.at], self.shape)
+
+
+class Texts(NonTensorStack):
+    """A ``NonTensorStack`` that is an array, which may itself be made late.
+
+    It stays one while it is indexed, copied and listed; for all else it becomes the stack.
+    """
+
+    _array: Callable[[], np.ndarray]
+    _is_shared = _is_memmap = False
+    _lock_parents_weakrefs: Any = ()
+    device: Any = None
+    # What is made of parts is a stack, whoever makes it.
+    _new_lazy_unsafe = NonTensorStack._new_lazy_unsafe
+    lazy_stack = NonTensorStack.lazy_stack  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, shape: Sequence[int], make: Callable[[], np.ndarray]) -> None:
+        shape = torch.Size(shape)
+        made = cache(lambda: make().reshape(shape))
+        self.__dict__.update(_is_locked=False, _batch_size=shape, _array=made)
+
+    @classmethod
+    def of(cls, values: Sequence[Any], shape: Sequence[int] | None = None) -> Texts:
+        """Of values at hand, in the order of a flat array of this ``shape``."""
+        return cls((len(values),) if shape is None else shape, lambda: objects(values))
+
+    @classmethod
+    def late(cls, shape: Sequence[int], make: Callable[[], np.ndarray]) -> Texts:
+        """Of values that are made when they are looked at."""
+        return cls(shape, make)
+
+    @classmethod
+    def cells(cls, column: Any) -> list[TextCell]:
+        """The values of any column without tensors, row by row."""
+        texts = column
+        if not isinstance(column, Texts):
+            shape = column.batch_size
+            if isinstance(column, NonTensorData):
+                values = [column.data] * shape.numel()
+            else:
+                values = column.tolist()
+                for _ in shape[1:]:
+                    values = [one for several in values for one in several]
+            texts = cls.of(values, shape)
+        return [TextCell(texts._array, texts.batch_size[1:], at) for at in range(len(texts))]
+
+    @classmethod
+    def gathered(cls, cells: Sequence[TextCell]) -> Texts:
+        """Of the values of cells, which are looked at when these are."""
+        shape = (len(cells), *cells[0].shape)
+
+        def make() -> np.ndarray:
+            values = np.empty(shape, object)
+            for at, cell in enumerate(cells):
+                values[at] = cell.array()[cell.at]
+            return values
+
+        return cls(shape, make)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self._array().ravel().tolist(), tuple(self._batch_size))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("tensordicts", "stack_dim", "hook_in", "hook_out"):
+            raise AttributeError(name)
+        objects = [self[at] for at in range(len(self))]
+        plain = {"tensordicts": objects, "stack_dim": 0, "hook_in": None, "hook_out": None}
+        del self._array
+        self.__dict__.update(plain)
+        self.__class__ = NonTensorStack
+        return plain[name]
+
+    def tolist(self, *, as_linked_list: bool = False, **_: Any) -> Any:
+        """The values, as lists in lists."""
+        values = self._array().tolist()
+        return LinkedList(values, td=self) if as_linked_list else values
+
+    def __getitem__(self, index: Any) -> Any:
+        where = tuple(map(_for_numpy, index)) if isinstance(index, tuple) else _for_numpy(index)
+        shape = np.broadcast_to(False, self._batch_size)[where].shape
+        if shape:
+            array = self._array
+            return type(self)(shape, lambda: array()[where])
+        return NonTensorData._from_tensordict(TensorDict({}), {"data": self._array()[where]})
+
+    def _propagate_lock(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._is_locked = True
+
+    def _propagate_unlock(self) -> list[Any]:
+        self._is_locked = False
+        return []
+
+    def maybe_to_stack(self) -> Texts:
+        """Itself."""
+        return self
+
+    def split(self, split_size: int | list[int], dim: int = 0) -> Any:
+        """Texts of some rows each."""
+        if dim:
+            stack: Any = super()
+            return stack.split(split_size, dim)
+        return tuple(self[at] for at in torch.arange(len(self)).split(split_size))
+
+    def _clone(self, recurse: bool = True) -> Texts:  # noqa: ARG002  nothing is nested
+        return type(self)(self._batch_size, self._array)
+
+    def _has_names(self) -> bool:
+        return False
+
+    def _key_list(self) -> list[str]:
+        return []
+
+    def items(self, *args: Any, is_leaf: Any = None, **kwargs: Any) -> Any:
+        """Nothing, but for those who take texts for leaves."""
+        if is_leaf is _NESTED_TENSORS_AS_LISTS_NONTENSOR:
+            stack: Any = super()
+            return stack.items(*args, is_leaf=is_leaf, **kwargs)
+        return iter(())
+
+    def _apply_nest(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("batch_size") in (None, self._batch_size):
+            return self  # there is no tensor to apply anything to
+        stack: Any = super()
+        return stack._apply_nest(*args, **kwargs)
+
+
+def _cell(values: Any, shape: torch.Size) -> TextCell:
+    array = np.empty((1, *shape), object)
+    array[0] = values
+    return TextCell(lambda: array, shape, 0)
+
+
+def _for_numpy(index: Any) -> Any:
+    """A copy: it is used when somebody looks, and what it is of may be another by then."""
+    return copy(index.cpu().numpy() if isinstance(index, torch.Tensor) else index)
+
+
+def objects(values: Sequence[Any]) -> np.ndarray:
+    """A flat array of ``values``, whatever they are."""
+    array = np.empty(len(values), object)
+    for at, value in enumerate(values):  # at once, numpy would look into lists
+        array[at] = value
+    return array
 
 
 @dataclass(slots=True)
@@ -83,7 +262,9 @@ class Columns:
         """The rows as they were, of the same classes; tensors are shared."""
         nodes: dict[_Key, dict[str, Any]] = {key: {} for key in self.kinds}
         for key, leaf in self.leaves.items():
-            nodes[key[:-1]][key[-1]] = leaf if isinstance(leaf, torch.Tensor) else _entry(leaf)
+            if isinstance(leaf, list):
+                leaf = Texts.gathered(leaf) if isinstance(leaf[0], TextCell) else lazy_stack(leaf)
+            nodes[key[:-1]][key[-1]] = leaf
         for key, (kind, inner) in reversed(self.kinds.items()):
             if isinstance(kind, MetaData):
                 nodes[key[:-1]][key[-1]] = kind
@@ -109,8 +290,9 @@ class Columns:
 
     def to(self, device: torch.device | str | None) -> Columns:
         """The same rows on a device; where they are if it is None."""
-        is_tensor = torch.is_tensor if device else lambda _: False
-        moved = {key: leaf.to(device) for key, leaf in self.leaves.items() if is_tensor(leaf)}
+        if device is None:
+            return self
+        moved = {one: leaf.to(device) for one, leaf in self.leaves.items() if torch.is_tensor(leaf)}
         return Columns(self.size, self.leaves | moved, self.kinds)
 
     def first(self, size: int) -> Columns:
@@ -125,7 +307,7 @@ class Columns:
         if self.leaves[ATTENTION].dtype is not torch.bool:
             raise RowLayoutError(ATTENTION, "the mask must hold truth values")
         for key, leaf in self.leaves.items():
-            if any(parts := _sections(key, leaf)):
+            if any(parts := sections(key, leaf)):
                 width = sum(one for one, has in zip(self.widths, parts, strict=True) if has)
                 if leaf.shape[1] != width:
                     raise RowLayoutError(key, f"it has {leaf.shape[1]} columns instead of {width}")
@@ -148,7 +330,7 @@ class Columns:
             if isinstance(mine, torch.Tensor) != isinstance(its, torch.Tensor):
                 raise RowLayoutError(key, "it is a tensor in some rows and in others not")
             if isinstance(mine, torch.Tensor):
-                fixed = 2 if any(_sections(key, mine)) else 1
+                fixed = 2 if any(sections(key, mine)) else 1
                 if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
                     _check_alike(key, [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)])
             elif mine and its:
@@ -161,7 +343,7 @@ class Columns:
             return self
         leaves = dict(self.leaves)
         for key, leaf in self.leaves.items():
-            for is_right, has in enumerate(_sections(key, leaf)):
+            for is_right, has in enumerate(sections(key, leaf)):
                 if has and (missing := more[is_right]):
                     sides = (0, missing) if is_right else (missing, 0)
                     value = padding.value(key, leaf.dtype, is_right=bool(is_right))
@@ -176,17 +358,14 @@ class Columns:
         begin, end = min(used[0], middle), max(used[-1] + 1, middle)
         leaves = dict(self.leaves)
         for key, leaf in self.leaves.items():
-            match _sections(key, leaf):
-                case True, False:
-                    leaves[key] = leaf[:, begin:]
-                case False, True:
-                    leaves[key] = leaf[:, : end - middle]
-                case True, True:
-                    leaves[key] = leaf[:, begin:end]
+            if any(parts := sections(key, leaf)):
+                stop = end if all(parts) else end - middle
+                leaves[key] = leaf[:, begin if parts[0] else 0 : stop if parts[1] else None]
         return Columns(self.size, leaves, self.kinds).take(index)
 
 
-def _sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
+def sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
+    """Whether a column has the places of prompts, and those of responses."""
     has_columns = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
     return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
 
@@ -198,10 +377,6 @@ def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
 
 def _text_shape(item: Any) -> str:
     return f"texts of {[*item.shape]}" if isinstance(item, TextCell) else "no text"
-
-
-def _entry(items: list[Any]) -> Any:
-    return Texts.gathered(items) if isinstance(items[0], TextCell) else lazy_stack(items)
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
@@ -237,7 +412,7 @@ class Padding:
         if self.token is None:
             self.token = next(iter(columns.leaves[TOKENS][is_padding][:1].tolist()), None)
         for key, leaf in columns.leaves.items():
-            parts = _sections(key, leaf)
+            parts = sections(key, leaf)
             if parts[1] and leaf.is_floating_point() and key not in self.answers:
                 values = leaf[:, begin if parts[0] else 0 :][is_padding[:, begin:]]
                 if values.numel():

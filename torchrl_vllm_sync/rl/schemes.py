@@ -21,9 +21,8 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
     WeightSyncError,
 )
-from torchrl_vllm_sync.rl.collectors import CollectorVersions
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
-from torchrl_vllm_sync.rl.updater import WeightUpdater, as_service, as_transport
+from torchrl_vllm_sync.rl.updater import CollectorVersions, WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.module import ParamMeta
@@ -48,13 +47,17 @@ ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
 
 
 class VLLMWeightSender(WeightUpdater):
-    """An updater under the names of TorchRL's senders; ``scheme.create_sender()`` makes it."""
+    """An updater under the names of TorchRL's senders; ``scheme.create_sender()`` makes it.
+
+    One of a directory stores while it is not connected to a service.
+    """
 
     def __init__(self, scheme: ServiceScheme) -> None:
         super().__init__(None, transport=scheme.new_transport(), **asdict(scheme.options))
         self._scheme = scheme
         self._model: weakref.ref[Any] | None = None
         self._connected = False
+        self._writer: SnapshotWriter | None = None
 
     def register_model(self, model: Any) -> None:
         """Makes ``model`` what :meth:`update_weights` sends when it is given nothing."""
@@ -68,6 +71,14 @@ class VLLMWeightSender(WeightUpdater):
                 f"model must be a module, got {type(model).__name__}; give other weights to "
                 "update_weights"
             ) from None
+
+    def register_collector(self, collector: Any) -> None:
+        """Keeps ``collector``'s version equal to the connected service's."""
+        if self._scheme.remote_addr is not None and self.service is None:
+            raise TransferNotReadyError(
+                "a sender that is not connected stores: register the collector with the receiver"
+            )
+        super().register_collector(collector)
 
     def init_all_workers_group(
         self, model_metadata: ModelMetadata, vllm_engine: Any = None
@@ -88,9 +99,11 @@ class VLLMWeightSender(WeightUpdater):
                 raise UnsupportedArgumentError(f"the sender is connected to service {known.name}")
             return
         self._scheme.check_service(service)
+        meeting_point = self._scheme.meeting_point(service)
+        self._close_writer()  # in whose place the transport is
         self.service = service
         try:
-            self.open(**self._scheme.meeting_point(service))
+            self.open(**meeting_point)
         except BaseException:
             self.service = None
             raise
@@ -99,20 +112,26 @@ class VLLMWeightSender(WeightUpdater):
     def update_weights(
         self, weights: Any = None, *, version: int | None = None
     ) -> PushReport | PublishReport:
-        """Brings every replica to new weights, and every registered collector to their version."""
-        if not self._connected:
+        """Brings every replica, and every registered collector, to new weights; or stores them."""
+        directory = self._scheme.remote_addr
+        if not self._connected and directory is None:
             raise TransferNotReadyError(
                 "the sender is not connected: call init_all_workers_group, or use a collector"
             )
-        return self.push_weights(self._to_send(weights), version=version)
-
-    def _to_send(self, weights: Any) -> Any:
+        if not self._connected and version is not None:
+            check_version("version", version)
         if weights is None:
             weights = self._model and self._model()
         if weights is None:
             why = "no model was registered" if self._model is None else "the model is gone"
             raise TransferNotReadyError(f"there is nothing to send: {why}")
-        return weights
+        if self._connected or directory is None:
+            return self.push_weights(weights, version=version)
+        source = as_weight_source(weights)
+        if self._writer is None:
+            self._writer = SnapshotWriter(directory, layout=self._scheme.layout)
+        version = (self._writer.last_version or 0) + 1 if version is None else version
+        return self._writer.publish(source, source.metadata(), version)
 
     def send_weights(self, weights: Any) -> None:
         """The same as :meth:`update_weights`, as a ``TransportBackend`` of TorchRL's."""
@@ -123,54 +142,9 @@ class VLLMWeightSender(WeightUpdater):
 
     def shutdown(self) -> None:
         """Closes the transport and forgets the service and the collectors; idempotent."""
+        self._close_writer()
         self.disconnect()
         self._connected = False
-
-
-class VLLMDoubleBufferWeightSender(VLLMWeightSender):
-    """Stores a trainer's weights in a directory, and has a service load them if it is connected."""
-
-    _scheme: VLLMDoubleBufferSyncScheme
-    _writer: SnapshotWriter | None = None
-
-    def connect(self, service: AsyncVLLM | LocalLLM) -> None:
-        """Opens the transport to ``service``, in the place of the writer that only stores."""
-        if self._scheme.local_addr != self._scheme.remote_addr:
-            addresses = f"{self._scheme.local_addr} and {self._scheme.remote_addr}"
-            raise UnsupportedArgumentError(
-                f"local_addr must be remote_addr to push to a service, got {addresses}: store "
-                "only, and poll with a receiver"
-            )
-        self._close_writer()
-        super().connect(service)
-
-    def register_collector(self, collector: Any) -> None:
-        """Keeps ``collector``'s version equal to the connected service's."""
-        if self.service is None:
-            raise TransferNotReadyError(
-                "a sender that is not connected stores: register the collector with the receiver"
-            )
-        super().register_collector(collector)
-
-    def update_weights(
-        self, weights: Any = None, *, version: int | None = None
-    ) -> PushReport | PublishReport:
-        """Stores the next version, and has the service load it if there is one."""
-        if self._connected:
-            return super().update_weights(weights, version=version)
-        if version is not None:
-            check_version("version", version)
-        source = as_weight_source(self._to_send(weights))
-        if self._writer is None:
-            self._writer = SnapshotWriter(self._scheme.remote_addr, layout=self._scheme.layout)
-        following = (self._writer.last_version or 0) + 1
-        version = following if version is None else version
-        return self._writer.publish(source, source.metadata(), version)
-
-    def shutdown(self) -> None:
-        """Also gives the directory back."""
-        self._close_writer()
-        super().shutdown()
 
     def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -264,10 +238,10 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             "load_snapshot", self._scheme.local_addr, None, at_least=0, **options
         )
         self.service.weights.learn_versions()
-        reports = [one for one in answers.values() if isinstance(one, dict)]
+        reports = answers.good.values()
         if failures := answers.failures:
             error = next(iter(failures.values()))
-            if len(failures) == len(answers) and isinstance(error, SyncError):
+            if not reports and isinstance(error, SyncError):
                 raise error
             held = max((one["version"] for one in reports), default=self._seen)
             raise WeightSyncError(held, {name: str(one) for name, one in failures.items()})
@@ -288,8 +262,10 @@ class ServiceScheme(_TorchRLScheme):
     :meth:`create_receiver`. Connecting sends nothing. A pickled copy is not connected.
     """
 
-    _sender_type: type[VLLMWeightSender] = VLLMWeightSender
     _receiver_type: type[VLLMWeightReceiver] = VLLMWeightReceiver
+    # Where a sender that is not connected stores weights; ``None`` is nowhere.
+    remote_addr: str | None = None
+    layout: LayoutName = "slots"
     # What a scheme may expect of the service; ``None`` expects nothing.
     num_replicas: int | None = None
     gpus_per_replica: int | None = None
@@ -312,7 +288,7 @@ class ServiceScheme(_TorchRLScheme):
 
     def new_sender(self) -> VLLMWeightSender:
         """Returns the trainer's end."""
-        return self._sender_type(self)
+        return VLLMWeightSender(self)
 
     def check_service(self, service: AsyncVLLM | LocalLLM) -> None:
         """Refuses a service of other replicas than the scheme was made for.
@@ -399,9 +375,7 @@ class ServiceScheme(_TorchRLScheme):
     def _find_service(
         self, context: Any, model_id: str | None, policy: Any = None
     ) -> AsyncVLLM | LocalLLM:
-        known = self._service
-        if known is None:
-            known = self.create_sender().service
+        known = self.create_sender().service if self._service is None else self._service
         if known is None:
             if policy is None and context is not None and model_id is not None:
                 policy = _resolve_model(context, model_id)
@@ -542,7 +516,6 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         UnsupportedArgumentError: An argument is no such value.
     """
 
-    _sender_type = VLLMDoubleBufferWeightSender
     _receiver_type = VLLMDoubleBufferWeightReceiver
 
     def __init__(
@@ -568,11 +541,23 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         self.remote_addr = _as_directory("remote_addr", remote_addr)
         self.local_addr = _as_directory("local_addr", local_addr)
         self.num_threads = num_threads
-        self.layout: LayoutName = layout
+        self.layout = layout
 
     def new_transport(self) -> MemmapTransport:
         """Returns the transport that the sender pushes through once it is connected."""
         return MemmapTransport(self.remote_addr, layout=self.layout)
+
+    def meeting_point(self, service: AsyncVLLM | LocalLLM) -> dict[str, Any]:
+        """Returns no address; refuses to push where the replicas see another directory.
+
+        Arguments and errors are those of :meth:`check_service`.
+        """
+        if self.local_addr != self.remote_addr:
+            raise UnsupportedArgumentError(
+                f"local_addr must be remote_addr to push to a service, got {self.local_addr} and "
+                f"{self.remote_addr}: store only, and poll with a receiver"
+            )
+        return super().meeting_point(service)
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device | None:

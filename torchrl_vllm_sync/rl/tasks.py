@@ -23,8 +23,8 @@ from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
-from torchrl_vllm_sync.rl.keys import NO_VERSION
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+from torchrl_vllm_sync.rl.rows import NO_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.keys import NO_TOKEN, SAMPLING_MASK
+from torchrl_vllm_sync.rl.rows import NO_TOKEN, SAMPLING_MASK
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
 
