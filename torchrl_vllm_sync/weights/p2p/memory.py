@@ -115,6 +115,24 @@ class HostRange:
 # ---- CUDA
 
 
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", _Location),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("allocFlags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
 _ulong = ctypes.c_ulonglong
 # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -137,8 +155,7 @@ def _cuda(function: str, *args: Any) -> None:
 
 
 def _properties(device: torch.device) -> Any:
-    """A ``CUmemAllocationProp``: its type, the handle's, and the location; 16 bytes are zero."""
-    return ctypes.byref((ctypes.c_int * 8)(_PINNED, _POSIX, _DEVICE, device.index))
+    return ctypes.byref(_AllocationProperties(_PINNED, _POSIX, _Location(_DEVICE, device.index)))
 
 
 def _granularity(device: torch.device) -> int:
@@ -215,7 +232,7 @@ class CudaRange:
             length, at = ctypes.c_size_t(size), _ulong(self._address + offset)
             _cuda("cuMemMap", at, length, ctypes.c_size_t(0), _ulong(handle), zero)
             offset += size
-        access = (ctypes.c_int * 3)(_DEVICE, self._device.index, _READ_WRITE)  # CUmemAccessDesc
+        access = _Access(_Location(_DEVICE, self._device.index), _READ_WRITE)
         whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
         self._is_shown = True
