@@ -424,7 +424,7 @@ class Answers:
     """The part of a replica that runs requests."""
 
     engine: AsyncLLM
-    _updates: Any  # of which the salt and the version are read
+    _updates: Any  # an ``Updates``: that file imports this one
 
     def __init__(self, replica_id: str, gate: AdmissionGate) -> None:
         self.replica_id, self.gate = replica_id, gate

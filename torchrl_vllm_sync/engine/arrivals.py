@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from vllm.platforms import current_platform
@@ -26,6 +26,11 @@ from torchrl_vllm_sync.weights.module import ParamMeta, to_json
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, Snapshot, SnapshotReader
 from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torchrl_vllm_sync.engine.answers import AdmissionGate
 
 logger = logging.getLogger(__name__)
 
@@ -430,7 +435,7 @@ class _OpenUpdate:
 class NativeCalls:
     """Pauses of one engine and its updates, driven from outside: start, any parts, finish."""
 
-    def __init__(self, updates: Updates, engine: Any, gate: Any) -> None:
+    def __init__(self, updates: Updates, engine: AsyncLLM, gate: AdmissionGate) -> None:
         self._updates, self._engine, self._gate = updates, engine, gate
         self._open: _OpenUpdate | None = None
         self._watchdog = Watchdog(self._give_up_silent)

@@ -12,9 +12,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +38,13 @@ from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 from torchrl_vllm_sync.weights.source import device_name, device_uuid
 
-Answering = Callable[..., dict[str, Any]]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
 PEER_DIRECTORY = Path("/dev/shm")
@@ -100,7 +105,7 @@ def _row_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return dense.reshape(-1).view(torch.uint8)
 
 
-def answered(method: Callable[..., dict[str, Any] | None]) -> Answering:
+def answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
     """Makes a method return its failure, and ``untouched``: whether the weights are as before."""
 
     @functools.wraps(method)
@@ -132,7 +137,7 @@ class SyncWorkerExtension:
     """
 
     # Of vLLM's worker.
-    vllm_config: Any
+    vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
     execute_model: Callable[..., Any]
@@ -145,9 +150,9 @@ class SyncWorkerExtension:
     _sync_touched: bool = False
     _sync_peer: PeerCopy
     _sync_peer_file: str
-    _sync_staged: Any  # a future
+    _sync_staged: Future[dict[str, Any]]
     _sync_step: Any = None  # what the scheduler gave out for the last step, if that is watched
-    _native_launched: Any = None
+    _native_launched: WeightTransferEngine[Any, Any] | None = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
 
