@@ -13,6 +13,7 @@ files without ``.git``, the variable ``BENCHMARK_COMMIT`` or a file ``COMMIT`` b
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -23,16 +24,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-__all__ = ["RecordError", "Recorder", "summary_table"]
+    from collections.abc import Iterable, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -90,7 +89,7 @@ class Recorder:
         samples: Iterable[float],
         **extra: Any,
     ) -> None:
-        """Adds all samples of one measurement.
+        """Adds all samples of one measurement, and prints their median.
 
         Args:
             case: What was done, such as ``"64 requests, 128 tokens"``.
@@ -108,6 +107,9 @@ class Recorder:
             raise ValueError(f"samples of {case!r} must be finite and at least one, got {values}")
         record = {"case": case, "system": system, "metric": metric, "unit": unit, "samples": values}
         self.records.append(record | extra)
+        spread = f"{_number(min(values))} to {_number(max(values))}"
+        middle = f"{_number(statistics.median(values))} {unit}"
+        print(f"{case} | {system} | {metric}: {middle} ({spread})", flush=True)
 
     def check(self, *, smoke: bool = False) -> None:
         """Refuses at once what :meth:`write` would refuse after a long run.
@@ -166,7 +168,53 @@ class Recorder:
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(text)
         unfinished.replace(path)
+        print(path, flush=True)
         return path
+
+
+def parser_of(description: str | None, smoke: str) -> argparse.ArgumentParser:
+    """A command line with ``--out`` and ``--smoke``, which every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="directory of the record")
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    return parser
+
+
+def refuse_less(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
+    """Ends the program if one of these options is less than it may be."""
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            parser.error(f"--{name} must be at least {value}, got {getattr(args, name)}")
+
+
+def runs_of(benchmark: str) -> dict[Path, dict[str, Any]]:
+    """All records in ``benchmarks/results`` whose names begin so, by path."""
+    paths = sorted(RESULTS.glob(f"{benchmark}_*.json"))
+    return {path: json.loads(path.read_text()) for path in paths}
+
+
+def medians_of(run: dict[str, Any]) -> dict[tuple[str, str, str], float]:
+    """By case, system and metric."""
+    return {
+        (one["case"], one["system"], one["metric"]): statistics.median(one["samples"])
+        for one in run["records"]
+    }
+
+
+@contextmanager
+def picture(path: Path, *shape: int, dpi: int = 120, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, to be drawn on inside and saved afterwards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(*shape, layout="constrained", **settings)
+    yield figure, axes
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
 
 
 def _as_text(run: dict[str, Any]) -> str:
