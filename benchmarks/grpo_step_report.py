@@ -49,7 +49,6 @@ def parts(run: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def draw(run: dict[str, Any], path: Path) -> None:
-    """Draws a bar for each system."""
     found = parts(run)
     with picture(path, figsize=(8, 0.9 + 0.4 * len(found))) as (figure, axes):
         left = [0.0] * len(found)
@@ -68,7 +67,6 @@ def draw(run: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Draws the pictures."""
     for path, run in runs_of("grpo_step").items():
         draw(run, path.with_suffix(".png"))
     return 0

@@ -68,7 +68,6 @@ def draw(run: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Draws the pictures."""
     for path, run in runs_of("kill_in_run").items():
         draw(run, path.with_suffix(".png"))
     return 0

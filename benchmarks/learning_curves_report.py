@@ -36,7 +36,6 @@ def lines(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Lines]:
 
 
 def draw(case: str, hardware: str, drawn: Lines, path: Path) -> None:
-    """Draws a line for each set-up."""
     with picture(path, figsize=(7, 3)) as (_, axes):
         for name, (label, colour) in SETUPS.items():
             if name in drawn:
@@ -53,7 +52,6 @@ def draw(case: str, hardware: str, drawn: Lines, path: Path) -> None:
 
 
 def main() -> int:
-    """Draws the pictures."""
     for (case, hardware), drawn in lines([*runs_of("learning_curves").values()]).items():
         draw(case, hardware, drawn, RESULTS / f"learning_curves_{case}_{hardware}.png")
     return 0

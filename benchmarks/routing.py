@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
-from benchmarks.record import Recorder, parser_of, refuse_less
+from benchmarks.record import Recorder, add_choice, parser_of, refuse_less
 from benchmarks.routing_sim.engine import COSTS
 from benchmarks.routing_sim.policies import POLICIES
 from benchmarks.routing_sim.simulate import UNITS, simulate
@@ -35,7 +35,6 @@ Task: TypeAlias = tuple[str, str, int, bool]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark and writes the record."""
     args = parse(argv)
     recorder = Recorder("routing")
     recorder.check(smoke=args.smoke)
@@ -53,17 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(__doc__, "small traces, meaning little")
-    for option, known in (("--traces", TRACES), ("--policies", POLICIES)):
-        parser.add_argument(
-            option,
-            nargs="+",
-            default=list(known),
-            choices=list(known),
-            metavar=option[2:-1].upper(),
-            help=f"of {', '.join(known)}; all unless named",
-        )
+    add_choice(parser, "--traces", TRACES)
+    add_choice(parser, "--policies", POLICIES)
     parser.add_argument(
         "--seeds", type=int, help=f"how many; 5 unless given, {SMOKE_SEEDS} with --smoke"
     )

@@ -42,7 +42,6 @@ LIVE_SYSTEMS = {
 
 
 def read(path: Path) -> Samples:
-    """The samples of a record."""
     run = json.loads(path.read_text())
     if run["benchmark"] != "routing":
         raise ValueError(f"{path} is a record of {run['benchmark']!r}, not of 'routing'")
@@ -83,12 +82,10 @@ def verdict(percent: float, error: float) -> str:
 
 
 def cases_of(samples: Samples) -> list[str]:
-    """Traces, in the record's order."""
     return list(dict.fromkeys(case for case, _, _ in samples))
 
 
 def systems_of(samples: Samples) -> list[str]:
-    """Policies, in the record's order."""
     return list(dict.fromkeys(system for _, system, _ in samples))
 
 

@@ -132,7 +132,6 @@ def timeline(run: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Prints the table and draws the pictures."""
     runs = runs_of("weight_sync")
     for path, run in runs.items():
         timeline(run, path.with_suffix(".png"))

@@ -93,24 +93,16 @@ in that record's commit."""
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request in an engine.
-
-    Attributes:
-        keys: Of all full blocks of the session.
-        ready_s: When it could be sent.
-        hit_tokens: Prompt tokens found in the cache when it first started; None before.
-        decodes: Its prompt is computed.
-        state: vLLM's own record of it.
-    """
+    """One request in an engine."""
 
     request: SimRequest
     session: Session
     turn: Turn
-    keys: Sequence[bytes]
-    ready_s: float = 0.0
-    hit_tokens: int | None = None
-    decodes: bool = False
-    state: Request = field(init=False)
+    keys: Sequence[bytes]  # of all full blocks of the session
+    ready_s: float = 0.0  # when it could be sent
+    hit_tokens: int | None = None  # prompt tokens found in the cache when it first started
+    decodes: bool = False  # its prompt is computed
+    state: Request = field(init=False)  # vLLM's own record of it
 
 
 class Engine:
@@ -120,20 +112,14 @@ class Engine:
     :meth:`settle` at :attr:`end`, which returns the requests that have ended. Between the two
     :meth:`add`, :meth:`update` and :meth:`report` may be called; the first two may bring
     :attr:`end` forward, to the end of the step under way.
-
-    Attributes:
-        end: When the present step, or run of steps, ends; :data:`IDLE` if there is none.
-        stepping: Between :meth:`begin` and :meth:`settle`.
-        jump: Equal steps are taken at once; otherwise one by one.
-        num_steps: Since the start.
     """
 
     def __init__(self, costs: EngineCosts, replica_id: str = "0", *, jump: bool = True) -> None:
         self.costs = costs
         self.replica_id = replica_id
         self.jump = jump
-        self.end = IDLE
-        self.stepping = False
+        self.end = IDLE  # of the present step, or run of equal steps
+        self.stepping = False  # between begin() and settle()
         self.num_steps = 0
         config = _config()
         config.scheduler_config.max_num_seqs = costs.max_num_seqs
@@ -160,7 +146,6 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        """KV-cache blocks that no request holds."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def add(self, job: Job, now: float) -> None:

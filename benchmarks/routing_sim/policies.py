@@ -52,7 +52,6 @@ class Policy:
         return replica_id
 
     def pick(self, request: SimRequest) -> int:
-        """Id of the replica for a request."""
         raise NotImplementedError
 
     def finish(self, request: SimRequest, replica_id: int, output: np.ndarray, now: float) -> None:
@@ -115,7 +114,6 @@ class RoundRobin(Policy):
     _turn = -1
 
     def pick(self, request: SimRequest) -> int:
-        """The next replica."""
         self._turn += 1
         return self._turn % len(self.in_flight)
 
@@ -157,7 +155,6 @@ class LMetric(Policy):
         self._seen: list[set[object]] = [set() for _ in range(num_replicas)]
 
     def pick(self, request: SimRequest) -> int:
-        """The least product."""
         num_tokens = len(request.tokens)
         names: list[object] = list(self._keys.of(request.tokens))
         if rest := num_tokens % self._block_size:  # counts as a block

@@ -37,23 +37,16 @@ _FIRST, _LAST = 0, 1  # of the events of one time: engines begin their steps aft
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunResult:
-    """One policy on one trace.
-
-    Attributes:
-        metrics: By the names of :data:`UNITS`.
-        replicas: Who answered each request: int32, by request id.
-        finished_s: When: float64, by request id.
-    """
+    """One policy on one trace."""
 
     metrics: dict[str, float]
-    replicas: np.ndarray
-    finished_s: np.ndarray
+    replicas: np.ndarray  # who answered each request: int32, by request id
+    finished_s: np.ndarray  # when: float64, likewise
 
 
 def simulate(
     scenario: Scenario, costs: EngineCosts, factory: Callable[..., Policy], seed: int = 0
 ) -> RunResult:
-    """Runs a policy on a trace."""
     return _Simulation(scenario, costs, factory, seed).run()
 
 

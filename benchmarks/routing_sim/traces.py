@@ -45,21 +45,13 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One trace.
-
-    Attributes:
-        sessions: In the order in which they start.
-        num_replicas: Their ids count from 0.
-        concurrency: Sessions at a time; the next starts when one ends.
-        keys: What routers see: session and group, the group alone, or nothing.
-        update_every_s: Time from one update of the weights to the next; None: they stay.
-    """
+    """One trace."""
 
     sessions: tuple[Session, ...]
     num_replicas: int
-    concurrency: int
-    keys: Literal["session", "group", "none"] = "session"
-    update_every_s: float | None = None
+    concurrency: int  # sessions at a time; the next starts when one ends
+    keys: Literal["session", "group", "none"] = "session"  # what routers see
+    update_every_s: float | None = None  # from one update of the weights to the next
 
 
 class BlockKeys:
