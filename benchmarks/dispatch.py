@@ -43,13 +43,6 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync import AsyncVLLM
 
 PROMPT_TOKENS = 32
-SYSTEMS = (
-    "AsyncVLLM",
-    "vLLMWrapper over AsyncVLLM",
-    "bare AsyncLLM, every step",
-    "bare AsyncLLM, final output only",
-    "one Ray call a prompt",
-)
 
 
 def own_actor() -> type:
@@ -124,7 +117,13 @@ class Bench:
         self, num_prompts: int, params: SamplingParams, repetitions: int
     ) -> dict[str, list[float]]:
         """Seconds of each system in each repetition."""
-        calls = (self.async_vllm, self.wrapper, self.bare, self.bare_final, self.call_a_prompt)
+        calls = {
+            "AsyncVLLM": self.async_vllm,
+            "vLLMWrapper over AsyncVLLM": self.wrapper,
+            "bare AsyncLLM, every step": self.bare,
+            "bare AsyncLLM, final output only": self.bare_final,
+            "one Ray call a prompt": self.call_a_prompt,
+        }
         prompts: list[list[int]] = []
 
         def ask() -> None:
@@ -133,7 +132,7 @@ class Bench:
         def run(call: Callable[[list[list[int]], SamplingParams], int]) -> None:
             assert call(prompts, params) == num_prompts * params.max_tokens
 
-        systems = {name: partial(run, call) for name, call in zip(SYSTEMS, calls, strict=True)}
+        systems = {name: partial(run, call) for name, call in calls.items()}
         return take_turns(systems, repetitions, between=ask)
 
 

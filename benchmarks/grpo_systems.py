@@ -429,8 +429,7 @@ class OneOff(Ours):
         for _, rows in self.collecting._ahead:
             rows()
 
-    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
-        return {}
+    parts = System.parts
 
 
 class FourOff(OneOff):
@@ -465,8 +464,7 @@ class Checked(Ours):
                 corrected = self.correct(batch)
             yield corrected
 
-    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
-        return {}
+    parts = System.parts
 
 
 def trl(bench: Bench) -> TRL:

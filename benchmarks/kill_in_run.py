@@ -63,7 +63,7 @@ TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "lr": 1e-3}
 ALIKE = {"max_num_seqs": 1, "enable_prefix_caching": False}
 # At the moment of a kill so many rows at least are with the replica: the last one takes a while.
 LEAST_ROWS = 2
-PAUSE_S, POLL_S = 5.0, 0.002
+POLL_S = 0.002
 # Entries of a batch, as it is trained on.
 COMPARED = {
     "tokens": ("tokens", "full"),

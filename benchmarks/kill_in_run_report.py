@@ -20,12 +20,6 @@ LINES = {
     "killed": {"label": "replicas are killed", "color": "tab:blue", "linewidth": 1.2},
     "ordinary": {"label": "killed, without seeds", "color": "tab:orange", "linewidth": 0.8},
 }
-Points = tuple[list[float], list[float]]
-
-
-def series(run: dict[str, Any]) -> dict[tuple[str, str], Points]:
-    """Seconds and samples, by system and metric."""
-    return {(one["system"], one["metric"]): (one["at_s"], one["samples"]) for one in run["records"]}
 
 
 def step_of(at: float, ends: list[float]) -> float:
@@ -39,7 +33,8 @@ def step_of(at: float, ends: list[float]) -> float:
 
 def draw(run: dict[str, Any], path: Path) -> None:
     """Draws reward and loss over steps, and below them the number of replicas that serve."""
-    found = series(run)
+    records = run["records"]
+    found = {(one["system"], one["metric"]): (one["at_s"], one["samples"]) for one in records}
     with picture(path, 3, sharex=True, figsize=(7, 4.6), height_ratios=(3, 3, 1)) as (_, axes):
         for metric, one in zip(("reward", "loss"), axes, strict=False):
             for system, style in LINES.items():

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 
 RESET_TIMEOUT_S = 20.0
+# As vLLM does unasked; with CUDA graphs for decoding alone, which starts sooner; without any.
 EXECUTIONS = ("compiled", "graphs", "eager")
-"""How a GPU runs the model: as vLLM does unasked; with CUDA graphs for decoding alone, which is
-launched sooner; without any."""
 
 
 @dataclass(slots=True)
@@ -77,7 +76,6 @@ def counted_actor() -> type:
             self._stats = CountingRecorder()
 
         def prefill_counts(self) -> PrefillCounts:
-            """VLLM's counters, of all steps so far."""
             return self._stats.counts
 
     return CountedActor
@@ -117,11 +115,12 @@ def engine_options(*, execution: str, max_model_len: int, max_num_seqs: int) -> 
 
 def random_options(dtype: str, kv_gib: int) -> dict[str, Any]:
     """The same for pushes: engines that decode eagerly, with so much cache on a GPU."""
-    options: dict[str, Any] = {"load_format": "dummy", "dtype": dtype, "max_model_len": 2048}
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": dtype, "enforce_eager": True}
     if torch.cuda.is_available():
-        return options | {"enforce_eager": True, "kv_cache_memory_bytes": kv_gib * 2**30}
-    options |= {"enforce_eager": True, "kv_cache_memory_bytes": 64 * 2**20}
-    return options | {"block_size": 32}
+        cache = {"kv_cache_memory_bytes": kv_gib * 2**30}
+    else:
+        cache = {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
+    return options | cache | {"max_model_len": 2048}
 
 
 @contextmanager
@@ -168,7 +167,6 @@ def counts(service: AsyncVLLM) -> PrefillCounts:
 
 
 def block_size(service: AsyncVLLM) -> int:
-    """Tokens in a KV-cache block."""
     description: Any = ray.get(service.actors[0].describe.remote(), timeout=60)
     return description.block_size
 

@@ -72,7 +72,6 @@ class Balanced(System):
         return await self.service.agenerate(prompt, params, **self._keys(conversation))
 
     def end(self, conversation: Conversation) -> None:
-        """Releases the session, as ``vLLMWrapper`` does."""
         if self._keyed:
             self.service.release_sessions(conversation.session)
 

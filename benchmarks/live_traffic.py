@@ -183,4 +183,3 @@ CASES: dict[str, Callable[[Scale], Case]] = {
     "shared-system-prompt": lambda scale: _strangers(scale, "shared-system-prompt"),
     "grpo-update": lambda scale: _grpo(scale, "grpo-update", rounds=2),
 }
-"""Makers of each case, by its name in the record."""

@@ -81,13 +81,11 @@ class Case:
         for key, seconds in take_turns(systems, self.repetitions, between=between).items():
             self.samples[key] = [self.num_bytes / one / 1e9 for one in seconds]
 
-    def flush(self, *paths: Path) -> None:
+    def flush(self, path: Path) -> None:
         """``fsync`` where it protects something."""
         if self.fsync:
-            for path in paths:
-                handle = os.open(path, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def publish(self, writer: SnapshotWriter) -> None:
         """Publishes the next version."""

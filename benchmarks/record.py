@@ -80,7 +80,7 @@ class Recorder:
         samples: Iterable[float],
         **extra: Any,
     ) -> None:
-        """Adds all samples of one measurement, finite numbers, and prints their median."""
+        """Adds all samples of one measurement, finite numbers, and tells their median."""
         values = [float(sample) for sample in samples]
         if not values or not all(map(math.isfinite, values)):
             raise ValueError(f"samples of {case!r} must be finite and at least one, got {values}")
@@ -88,7 +88,7 @@ class Recorder:
         self.records.append(record | extra)
         spread = f"{_number(min(values))} to {_number(max(values))}"
         middle = f"{_number(statistics.median(values))} {unit}"
-        print(f"{case} | {system} | {metric}: {middle} ({spread})", flush=True)
+        sys.stderr.write(f"{case} | {system} | {metric}: {middle} ({spread})\n")
 
     def check(self, *, smoke: bool = False) -> None:
         """Refuses at once what :meth:`write` would refuse after a long run."""
@@ -98,7 +98,7 @@ class Recorder:
     def write(
         self, *, smoke: bool = False, directory: str | os.PathLike[str] | None = None
     ) -> Path:
-        """Writes the file, prints its path and returns it.
+        """Writes the file, tells its path and returns it.
 
         A smoke run is written to a temporary directory, unless ``directory`` is given, from any
         working tree; any other to ``benchmarks/results``, if the tree is exactly a known commit.
@@ -131,7 +131,7 @@ class Recorder:
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(text)
         unfinished.replace(path)
-        print(path, flush=True)
+        sys.stderr.write(f"{path}\n")
         return path
 
 

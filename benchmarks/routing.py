@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 SMOKE_SEEDS = 2
 
-Task: TypeAlias = tuple[str, str, int, bool]
-"""A trace's name, a policy's, a seed, and whether the trace is to be small."""
+Task: TypeAlias = tuple[str, str, int, bool]  # trace, policy, seed, and whether it is small
 
 
 def main(argv: Sequence[str] | None = None) -> int:

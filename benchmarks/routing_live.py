@@ -88,7 +88,6 @@ UNITS = {
     "decision_p50": "µs",
     "decision_p99": "µs",
 }
-"""What is recorded of each run of a case, and in which unit."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from ray.util import get_node_ip_address
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from torchrl_vllm_sync import BroadcastTransport, IPCTransport, MemmapTransport, P2PTransport
 from torchrl_vllm_sync.testing import token_log_probs
+from torchrl_vllm_sync.weights.broadcast.group import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,9 +41,7 @@ class RawRank:
 
     def address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return get_node_ip_address(), probe.getsockname()[1]
+        return get_node_ip_address(), free_port(get_node_ip_address())
 
     def run(
         self, where: tuple[str, int], rank: int, world_size: int, num_bytes: int, rounds: int

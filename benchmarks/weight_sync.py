@@ -168,11 +168,7 @@ def measure(
 
 
 def under_load(
-    service: AsyncVLLM,
-    trainer: Any,
-    system: str,
-    options: dict[str, Any],
-    args: argparse.Namespace,
+    service: AsyncVLLM, trainer: Any, system: str, options: Any, args: argparse.Namespace
 ) -> tuple[list[dict[str, float]], dict[tuple[str, str], list[float]]]:
     """Pushes while every replica runs requests; returns reports, and samples by metric and unit.
 
@@ -230,11 +226,7 @@ def record(recorder: Recorder, case: str, system: str, reports: list[dict[str, f
 
 
 def compare(
-    service: AsyncVLLM,
-    trainer: Any,
-    system: str,
-    options: dict[str, Any],
-    args: argparse.Namespace,
+    service: AsyncVLLM, trainer: Any, system: str, options: Any, args: argparse.Namespace
 ) -> None:
     """Trains, pushes, and compares what the engines compute with the trainer."""
     ray.get(trainer.train.remote(args.systems.index(system)), timeout=100)

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from benchmarks.routing_sim.policies import SimRequest
     from benchmarks.routing_sim.traces import Session, Turn
 
-IDLE = math.inf
-"""When the step of an engine without requests ends."""
+IDLE = math.inf  # when the step of an engine without requests ends
 
 _MAX_MODEL_LEN = 65_536
 

@@ -85,7 +85,6 @@ class OwnBalancer(Policy):
         return list(self.load.replica_ids)
 
     def choose(self, request: SimRequest, now: float) -> int:
-        """Reserves a place, as a service does for each request."""
         self._now = now
         place = self._balancer.reserve(
             request.tokens, session_id=request.session_id, group_id=request.group_id
@@ -94,16 +93,13 @@ class OwnBalancer(Policy):
         return int(place.replica_id)
 
     def finish(self, request: SimRequest, replica_id: int, output: np.ndarray, now: float) -> None:
-        """Gives the place back, with the answer."""
         self._now = now
         self._places.pop(request.request_id).release([output])
 
     def end_session(self, session_id: int) -> None:
-        """Releases the session, as ``vLLMWrapper`` does."""
         self._balancer.release_sessions(session_id)
 
     def report(self, report: EngineReport, now: float) -> None:
-        """Takes what the background monitor would bring."""
         self._now = now
         self.load.observe(report, asked_at=now)
 
@@ -131,7 +127,6 @@ class TorchRLRule(Policy):
     """
 
     def pick(self, request: SimRequest) -> int:
-        """The replica that the prompt's beginning belongs to."""
         prefix = tuple(request.tokens[:8].tolist())
         return hash(prefix) % len(self.in_flight)  # of ints: no salt
 
@@ -177,4 +172,3 @@ POLICIES: dict[str, type[Policy]] = {
     "lmetric": LMetric,
     "torchrl": TorchRLRule,
 }
-"""By name; made of the number of replicas, their costs and a seed."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from benchmarks.routing_sim.traces import Scenario, Session
 
 UNITS = {"makespan": "s", "hit_rate": "fraction", "latency_p99": "s", "imbalance": "ratio"}
-"""Unit of each number of a run, in the order of reports."""
 
 REPORT_EVERY_S = 1.0
 UPDATE_PAUSE_S = 0.5

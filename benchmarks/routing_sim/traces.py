@@ -21,6 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Keys = Literal["session", "group", "none"]
 _VOCABULARY = 32_000
 
 
@@ -50,7 +51,7 @@ class Scenario:
     sessions: tuple[Session, ...]
     num_replicas: int
     concurrency: int  # sessions at a time; the next starts when one ends
-    keys: Literal["session", "group", "none"] = "session"  # what routers see
+    keys: Keys = "session"  # what routers see
     update_every_s: float | None = None  # from one update of the weights to the next
 
 
@@ -78,7 +79,7 @@ class BlockKeys:
 
 
 def grpo(seed: int, smoke: bool) -> Scenario:
-    """Single-turn GRPO: groups of samples of one prompt, all prompts with a short common header."""
+    """All prompts begin with a short common header."""
     generator = np.random.default_rng([seed, 10])
     num_groups, group_size, output_median = (12, 4, 60.0) if smoke else (128, 8, 900.0)
     header = _tokens(generator, 64)
@@ -90,15 +91,13 @@ def grpo(seed: int, smoke: bool) -> Scenario:
             text = np.concatenate([prompt, _tokens(generator, output_len)])
             turns = (Turn(len(prompt), output_len),)
             sessions.append(Session(group * group_size + number, group, text, turns))
-    return _scenario(sessions, smoke, small_concurrency=32, concurrency=768, keys="group")
+    return _scenario(sessions, smoke, concurrency=(32, 768), keys="group")
 
 
 def agents(seed: int, smoke: bool) -> Scenario:
-    """Multi-turn agents: groups of sessions that share a task, all with one system prompt."""
     generator = np.random.default_rng([seed, 11])
-    num_groups, group_size, system_len, mean_turns = (
-        (6, 4, 1000, 4.0) if smoke else (48, 8, 3000, 10.0)
-    )
+    num_groups, group_size = (6, 4) if smoke else (48, 8)
+    system_len, mean_turns = (1000, 4.0) if smoke else (3000, 10.0)
     medians = (60.0, 500.0, 0.3) if smoke else (500.0, 500.0, 2.0)
     system = _tokens(generator, system_len)
     sessions = []
@@ -111,19 +110,15 @@ def agents(seed: int, smoke: bool) -> Scenario:
             sessions.append(
                 _conversation(generator, session_id, group, prompt, num_turns, medians, 15_000)
             )
-    return _scenario(sessions, smoke, small_concurrency=12, concurrency=160)
+    return _scenario(sessions, smoke, concurrency=(12, 160))
 
 
 def agents_updates(seed: int, smoke: bool) -> Scenario:
-    """The agents while the weights change every now and then."""
     return replace(agents(seed, smoke), update_every_s=3.0 if smoke else 30.0)
 
 
 def shared_prompt(seed: int, smoke: bool) -> Scenario:
-    """Many strangers behind one long system prompt: single turns that share nothing else.
-
-    Nobody has a key, so a router sees only that all prompts begin alike.
-    """
+    """Single turns; without keys a router sees only that all prompts begin alike."""
     generator = np.random.default_rng([seed, 12])
     num_sessions, output_median = (60, 60.0) if smoke else (2000, 300.0)
     system = _tokens(generator, 6000)
@@ -134,16 +129,11 @@ def shared_prompt(seed: int, smoke: bool) -> Scenario:
         text = np.concatenate([system, question, _tokens(generator, output_len)])
         turns = (Turn(len(system) + len(question), output_len),)
         sessions.append(Session(number, number, text, turns))
-    return _scenario(sessions, smoke, small_concurrency=24, concurrency=512, keys="none")
+    return _scenario(sessions, smoke, concurrency=(24, 512), keys="none")
 
 
 def hot_group(seed: int, smoke: bool) -> Scenario:
-    """One hot group, and sessions with heavy tails, made to hurt what pins or follows prefixes.
-
-    Half of the sessions belong to one group with one long prompt, the others to groups of four.
-    The number of turns is Pareto with exponent 1.2, from 2 on, so a few sessions last many times
-    as long as the rest.
-    """
+    """Turns are Pareto with exponent 1.2, from 2 on: made to hurt what pins or follows prefixes."""
     generator = np.random.default_rng([seed, 13])
     num_sessions, max_turns = (24, 12) if smoke else (600, 40)
     hot = other = _tokens(generator, 4000)
@@ -161,9 +151,10 @@ def hot_group(seed: int, smoke: bool) -> Scenario:
         num_turns = min(int(2 * (1 + generator.pareto(1.2))), max_turns)
         medians = (250.0, 150.0, 1.0)
         sessions.append(_conversation(generator, number, group, prompt, num_turns, medians, 30_000))
-    return _scenario(sessions, smoke, small_concurrency=12, concurrency=240)
+    return _scenario(sessions, smoke, concurrency=(12, 240))
 
 
+# Called with the seed and whether it is to be small.
 TRACES: dict[str, Callable[[int, bool], Scenario]] = {
     "grpo": grpo,
     "agents": agents,
@@ -171,21 +162,15 @@ TRACES: dict[str, Callable[[int, bool], Scenario]] = {
     "shared-prompt": shared_prompt,
     "hot-group": hot_group,
 }
-"""By name; called with the seed and whether it is to be small."""
 
 
 def _scenario(
-    sessions: list[Session],
-    smoke: bool,
-    *,
-    small_concurrency: int,
-    concurrency: int,
-    keys: Literal["session", "group", "none"] = "session",
+    sessions: list[Session], smoke: bool, concurrency: tuple[int, int], keys: Keys = "session"
 ) -> Scenario:
     return Scenario(
         sessions=tuple(sessions),
         num_replicas=3 if smoke else 8,
-        concurrency=small_concurrency if smoke else concurrency,
+        concurrency=concurrency[not smoke],
         keys=keys,
     )
 

@@ -34,7 +34,7 @@ def test_the_command_records_every_number_once_a_seed(tmp_path, capsys):
                 assert len(samples[case, system, metric]) == routing.SMOKE_SEEDS
     again = simulate(TRACES["grpo"](1, True), COSTS, POLICIES["lmetric"], 1).metrics
     assert samples["grpo", "lmetric", "makespan"][1] == pytest.approx(again["makespan"], 1e-5)
-    assert "lmetric" in capsys.readouterr().out
+    assert "lmetric" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(300)
