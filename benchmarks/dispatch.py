@@ -12,14 +12,12 @@ runs a tiny random checkpoint, so that everything but the model itself weighs mo
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
-import statistics
 import sys
 import tempfile
-import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -31,8 +29,9 @@ import torch
 from tensordict import TensorDict, set_list_to_stack
 from torchrl.modules.llm.policies import Tokens
 
-from benchmarks.record import Recorder
-from torchrl_vllm_sync import AsyncVLLM, vLLMWrapper
+from benchmarks.live_engines import local_ray, start
+from benchmarks.record import Recorder, parser_of, take_turns
+from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -41,14 +40,9 @@ if TYPE_CHECKING:
 
     from vllm import SamplingParams
 
+    from torchrl_vllm_sync import AsyncVLLM
+
 PROMPT_TOKENS = 32
-SYSTEMS = (
-    "AsyncVLLM",
-    "vLLMWrapper over AsyncVLLM",
-    "bare AsyncLLM, every step",
-    "bare AsyncLLM, final output only",
-    "one Ray call a prompt",
-)
 
 
 def own_actor() -> type:
@@ -84,7 +78,6 @@ class Bench:
         return self.generator.integers(5, self.vocab_size, (num, PROMPT_TOKENS)).tolist()
 
     def async_vllm(self, prompts: list[list[int]], params: SamplingParams) -> int:
-        """One call of the service."""
         outputs = self.service.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -123,35 +116,30 @@ class Bench:
     def seconds(
         self, num_prompts: int, params: SamplingParams, repetitions: int
     ) -> dict[str, list[float]]:
-        """Seconds of each system in each repetition, after one that does not count."""
-        systems: dict[str, Callable[[list[list[int]], SamplingParams], int]] = dict(
-            zip(
-                SYSTEMS,
-                (self.async_vllm, self.wrapper, self.bare, self.bare_final, self.call_a_prompt),
-                strict=True,
-            )
-        )
-        samples: dict[str, list[float]] = {name: [] for name in systems}
-        order = list(systems)
-        for repetition in range(repetitions + 1):
-            order = order[1:] + order[:1]  # nobody always follows the same one
-            for name in order:
-                prompts = self.prompts(num_prompts)
-                begin = time.perf_counter()
-                num_tokens = systems[name](prompts, params)
-                taken = time.perf_counter() - begin
-                assert num_tokens == num_prompts * params.max_tokens
-                if repetition:
-                    samples[name].append(taken)
-        return samples
+        """Seconds of each system in each repetition."""
+        calls = {
+            "AsyncVLLM": self.async_vllm,
+            "vLLMWrapper over AsyncVLLM": self.wrapper,
+            "bare AsyncLLM, every step": self.bare,
+            "bare AsyncLLM, final output only": self.bare_final,
+            "one Ray call a prompt": self.call_a_prompt,
+        }
+        prompts: list[list[int]] = []
+
+        def ask() -> None:
+            prompts[:] = self.prompts(num_prompts)
+
+        def run(call: Callable[[list[list[int]], SamplingParams], int]) -> None:
+            assert call(prompts, params) == num_prompts * params.max_tokens
+
+        systems = {name: partial(run, call) for name, call in calls.items()}
+        return take_turns(systems, repetitions, between=ask)
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Runs the benchmark and returns the path of its record."""
     from vllm import SamplingParams
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="a few short requests")
+    parser = parser_of(__doc__, "a few short requests")
     parser.add_argument("--model", help="a checkpoint; a tiny random one if left out")
     parser.add_argument("--prompts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--max-num-seqs", type=int, help="of the engine; vLLM's if left out")
@@ -161,13 +149,10 @@ def main(argv: list[str] | None = None) -> Path:
     sizes, num_tokens = ([8], 4) if arguments.smoke else (arguments.prompts, arguments.tokens)
     recorder = Recorder("dispatch")
     set_list_to_stack(True).set()
-    ray.init(address="local", include_dashboard=False, logging_level="error")
-    with tempfile.TemporaryDirectory() as directory:
+    with local_ray(), tempfile.TemporaryDirectory() as directory:
         model = arguments.model or str(make_tiny_checkpoint(directory))
-        engine = {"num_cpus_per_replica": 0, "verbose": False, "max_model_len": 1024}
-        if arguments.max_num_seqs:
-            engine["max_num_seqs"] = arguments.max_num_seqs
-        with AsyncVLLM.from_pretrained(model, actor_class=own_actor(), **engine) as service:
+        engine = {"max_num_seqs": arguments.max_num_seqs} if arguments.max_num_seqs else {}
+        with start(model, actor_class=own_actor(), max_model_len=1024, **engine) as service:
             vocab_size = ray.get(service.actors[0].describe.remote()).vocab_size
             bench = Bench(service, vocab_size)
             for num_prompts, log_probs in itertools.product(sizes, (None, 1)):
@@ -178,34 +163,16 @@ def main(argv: list[str] | None = None) -> Path:
                 samples = bench.seconds(
                     num_prompts, params, 1 if arguments.smoke else arguments.repetitions
                 )
-                report(recorder, case, samples, num_prompts, num_tokens)
-    ray.shutdown()
-    path = recorder.write(smoke=arguments.smoke)
-    print(path)
-    return path
-
-
-def report(
-    recorder: Recorder,
-    case: str,
-    samples: dict[str, list[float]],
-    num_prompts: int,
-    num_tokens: int,
-) -> None:
-    """Adds the samples of one case to the record, and prints their medians."""
-    ours = samples[SYSTEMS[0]]
-    for system, seconds in samples.items():
-        for metric, amount in (("tokens", num_prompts * num_tokens), ("requests", num_prompts)):
-            recorder.add(
-                case=case,
-                system=system,
-                metric=f"throughput in {metric}",
-                unit=f"{metric}/s",
-                samples=[amount / one for one in seconds],
-            )
-        speed = num_prompts * num_tokens / statistics.median(seconds)
-        ratio = statistics.median(theirs / mine for theirs, mine in zip(seconds, ours, strict=True))
-        print(f"{case:40} {system:34} {speed:8.0f} tokens/s; AsyncVLLM has {ratio:.3f} of it")
+                amounts = {"tokens": num_prompts * num_tokens, "requests": num_prompts}
+                for system, (of, amount) in itertools.product(samples, amounts.items()):
+                    recorder.add(
+                        case=case,
+                        system=system,
+                        metric=f"throughput in {of}",
+                        unit=f"{of}/s",
+                        samples=[amount / one for one in samples[system]],
+                    )
+    return recorder.write(smoke=arguments.smoke, directory=arguments.out)
 
 
 if __name__ == "__main__":

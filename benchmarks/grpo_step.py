@@ -25,24 +25,20 @@ On GPUs the engine has the first, and the trainer, in bfloat16 autocast, the las
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import ray
 import torch
 from tensordict import set_list_to_stack
 
@@ -57,13 +53,17 @@ from benchmarks.grpo_systems import (
     has_weights,
     options_of,
 )
-from benchmarks.live_engines import record_name
+from benchmarks.live_engines import local_ray, record_name, start
 from benchmarks.phases import Clock
-from benchmarks.record import Recorder
+from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import save_shape
-from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.rl.statistics import GPUUse
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    import argparse
+
+    from torchrl_vllm_sync import AsyncVLLM
 
 COLLECT = ("wait", "encode", "generate", "rows", "environment", "reward", "advantage", "buffer")
 LOSS = ("sample", "correct", "log-probabilities", "backward", "optimizer")
@@ -140,16 +140,10 @@ def one_step(bench: Bench, system: Any, use: GPUUse) -> dict[tuple[str, str], fl
 
 
 def report(recorder: Recorder, name: str, samples: dict[str, Any]) -> None:
-    """Adds the samples of one case to the record, and prints their medians side by side."""
-    medians: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    """Adds the samples of one case to the record."""
     for system, found in samples.items():
         for (metric, unit), values in found.items():
             recorder.add(case=name, system=system, metric=metric, unit=unit, samples=values)
-            medians[metric, unit][system] = statistics.median(values)
-    print(f"{name:44}" + "".join(f"{one:>18}" for one in samples))
-    for (metric, unit), of in medians.items():
-        cells = (f"{of[one]:18.4g}" if one in of else " " * 18 for one in samples)
-        print(f"{metric:32} {unit:11}{''.join(cells)}", flush=True)
     print(*recorder.notes, sep="\n")
 
 
@@ -178,17 +172,14 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
-    """Runs the benchmark and returns the paths of its records."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="two groups of short answers")
+    parser = parser_of(__doc__, "two groups of short answers")
     parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2's shape; else random")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="those of the hardware")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--parts", type=int, default=1, help="how often a turn runs a step's parts")
     parser.add_argument("--limit-s", type=float, default=3600, help="of a case's rounds")
-    parser.add_argument("--out", type=Path, help="directory of the records")
     arguments = parser.parse_args(argv)
     cases = arguments.cases or (
         ["smollm2-256", "smollm2-1024", "1.7b-256"] if cuda else ["tiny-256"]
@@ -197,11 +188,10 @@ def main(argv: list[str] | None = None) -> list[Path]:
         cases = ["smoke"]
     Recorder("grpo_step").check(smoke=arguments.smoke)
     set_list_to_stack(True).set()
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
-    clock, paths = Clock(), []
+    clock, paths = Clock(), list[Path]()
     for model, names in itertools.groupby(cases, lambda name: CASES[name].model):
         of_model = list(names)
-        with tempfile.TemporaryDirectory() as directory:
+        with local_ray(), tempfile.TemporaryDirectory() as directory:
             if model == "tiny":
                 checkpoint = make_tiny_checkpoint(directory)
             elif model == "smollm2" and arguments.model:
@@ -209,23 +199,13 @@ def main(argv: list[str] | None = None) -> list[Path]:
             else:
                 checkpoint = save_shape(model, Path(directory), dtype="bfloat16")
             options = options_of(has_weights(checkpoint), max(CASES[one].rows for one in of_model))
-            begin = time.perf_counter()
-            with AsyncVLLM.from_pretrained(
-                str(checkpoint),
-                actor_class=own_actor(),
-                num_cpus_per_replica=0,
-                verbose=False,
-                **options,
-            ) as service:
-                print(f"launched {model} in {time.perf_counter() - begin:.1f} s", flush=True)
+            with start(checkpoint, actor_class=own_actor(), **options) as service:
                 clock.wrap(service, "generate", "generate", then="rows")
                 learner = Learner(checkpoint, clock)
                 for name in of_model:
                     recorder, samples = run(name, service, learner, arguments)
                     report(recorder, name, samples)
                     paths.append(recorder.write(smoke=arguments.smoke, directory=arguments.out))
-                    print(paths[-1], flush=True)
-    ray.shutdown()
     return paths
 
 

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import RESULTS
+from benchmarks.record import medians_of, picture, runs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,9 +37,7 @@ PARTS = {
 
 def parts(run: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Seconds of each system's step by part, medians summed."""
-    medians = {
-        (one["system"], one["metric"]): statistics.median(one["samples"]) for one in run["records"]
-    }
+    medians = {key[1:]: median for key, median in medians_of(run).items()}
     return {
         system: {
             part: sum(medians.get((system, phase), 0.0) for phase in phases)
@@ -52,36 +48,27 @@ def parts(run: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def picture(run: dict[str, Any], path: Path) -> None:
-    """Draws a bar for each system."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(run: dict[str, Any], path: Path) -> None:
     found = parts(run)
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.4 * len(found)), layout="constrained")
-    left = [0.0] * len(found)
-    for part, (colour, _) in PARTS.items():
-        widths = [of[part] for of in found.values()]
-        label = part if any(widths) else None
-        axes.barh(range(len(found)), widths, left=left, color=colour, label=label)
-        left = [sum(both) for both in zip(left, widths, strict=True)]
-    for row, end in enumerate(left):
-        axes.text(end, row, f" {end:.2f} s", va="center", fontsize=8)
-    axes.set_yticks(range(len(found)), [SYSTEMS[one] for one in found])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.08 * max(left))
-    axes.set_xlabel(f"seconds a step, {run['records'][0]['case']} on {run['hardware']}")
-    figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, figsize=(8, 0.9 + 0.4 * len(found))) as (figure, axes):
+        left = [0.0] * len(found)
+        for part, (colour, _) in PARTS.items():
+            widths = [of[part] for of in found.values()]
+            label = part if any(widths) else None
+            axes.barh(range(len(found)), widths, left=left, color=colour, label=label)
+            left = [sum(both) for both in zip(left, widths, strict=True)]
+        for row, end in enumerate(left):
+            axes.text(end, row, f" {end:.2f} s", va="center", fontsize=8)
+        axes.set_yticks(range(len(found)), [SYSTEMS[one] for one in found])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.08 * max(left))
+        axes.set_xlabel(f"seconds a step, {run['records'][0]['case']} on {run['hardware']}")
+        figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
 
 
 def main() -> int:
-    """Draws the pictures."""
-    for path in sorted(RESULTS.glob("grpo_step_*.json")):
-        picture(json.loads(path.read_text()), path.with_suffix(".png"))
+    for path, run in runs_of("grpo_step").items():
+        draw(run, path.with_suffix(".png"))
     return 0
 
 

@@ -20,8 +20,7 @@ from torchrl.objectives.llm.grpo import GRPOLoss, MCAdvantage
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.live_engines import engine_options
-from benchmarks.peers.trl_grpo import TRL
-from benchmarks.sums import questions, score
+from benchmarks.peers.trl_grpo import TRL, questions, score
 from torchrl_vllm_sync import (
     AsyncVLLM,
     GenerationStatistics,
@@ -228,7 +227,8 @@ class Bound(System):
         with clock.phase("other"):
             with clock.phase("generate"):
                 self.generate(asked, logprobs=None)
-            batches = (self.batch(some) for some in chunks(asked, case.minibatch))
+            starts = range(0, len(asked), case.minibatch)
+            batches = (self.batch(asked[at : at + case.minibatch]) for at in starts)
             self.bench.learner.step(batches, self.loss)
         return clock.take()
 
@@ -251,10 +251,6 @@ class Bound(System):
         log_probs = logits.float().log_softmax(-1)
         tokens = batch["input_ids"][:, 1:, None]
         return -log_probs.gather(-1, tokens)[:, -self.bench.case.tokens :].mean()
-
-
-def chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
-    return (values[at : at + size] for at in range(0, len(values), size))
 
 
 class Reward(Transform):
@@ -433,8 +429,7 @@ class OneOff(Ours):
         for _, rows in self.collecting._ahead:
             rows()
 
-    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
-        return {}
+    parts = System.parts
 
 
 class FourOff(OneOff):
@@ -469,8 +464,7 @@ class Checked(Ours):
                 corrected = self.correct(batch)
             yield corrected
 
-    def parts(self) -> dict[str, Callable[[list[list[int]]], object]]:
-        return {}
+    parts = System.parts
 
 
 def trl(bench: Bench) -> TRL:

@@ -11,17 +11,16 @@ hidden sizes are tiny, so that the bytes weigh next to nothing; nothing is sent.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.record import Recorder
+from benchmarks.record import Recorder, parser_of, take_turns
 from tests.unit.vllm_models import VllmModels, single_process_group
 from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.engine.plan import checkpoint_metadata, record_load_plan
@@ -32,9 +31,6 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     make_buffers,
 )
 from torchrl_vllm_sync.weights.source import fit_to_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TINY = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 128}
 CASES = {
@@ -53,11 +49,8 @@ CASES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "seconds, meaning nothing")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="seconds, meaning nothing")
     args = parser.parse_args(argv)
     recorder = Recorder("host_work")
     with tempfile.TemporaryDirectory() as directory, single_process_group(directory):
@@ -66,13 +59,17 @@ def main(argv: list[str] | None = None) -> int:
                 overrides = overrides | {"num_hidden_layers": 2}
             models = VllmModels(Path(directory) / case, name, **TINY, **overrides)
             run(recorder, case, models, 2 if args.smoke else args.rounds)
-    print(recorder.write(smoke=args.smoke, directory=args.out))
+    recorder.write(smoke=args.smoke, directory=args.out)
     return 0
 
 
 def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
     """Measures one architecture."""
-    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
 
     expected = checkpoint_metadata(models.model_config)
     trainer = AutoModelForCausalLM.from_config(models.config)
@@ -113,61 +110,27 @@ def run(recorder: Recorder, case: str, models: VllmModels, rounds: int) -> None:
         models.load(other, dict(source().views()))
 
     def reload() -> None:
-        layerwise(models, other, source().views())
+        with models.active(), torch.no_grad():  # as vLLM's transfer engines do
+            initialize_layerwise_reload(other)
+            other.load_weights(iter(source().views()))  # pyright: ignore[reportCallIssue]
+            finalize_layerwise_reload(other, models.model_config)
+
+    def add(system: str, metric: str, seconds: list[float], **extra: int) -> None:
+        what: Any = {"case": f"{case}, {len(metadata)} tensors", "system": system, "unit": "ms"}
+        recorder.add(**what, metric=metric, samples=[1e3 * one for one in seconds], **extra)
 
     for system, parts in {
         "broadcast": {"read": read, "pack": pack, "copy": copy},
         "vLLM": {"load_weights": load, "layerwise reload": reload},
     }.items():
-        samples = measure(parts, rounds)
+        samples = take_turns(parts, rounds, warm_up=2)
         for metric, seconds in samples.items():
-            add(recorder, case, system, metric, seconds, len(metadata))
+            add(system, metric, seconds)
         if system == "broadcast":
             whole = [sum(one) for one in zip(*samples.values(), strict=True)]
-            add(recorder, case, system, "whole", whole, len(metadata), num_copies=num_copies)
+            add(system, "whole", whole, num_copies=num_copies)
     for metric, seconds in once.items():
-        add(recorder, case, "broadcast", f"{metric}, once", [seconds], len(metadata))
-
-
-def layerwise(models: VllmModels, model: torch.nn.Module, views: Any) -> None:
-    """One layerwise reload, as vLLM's transfer engines run it."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    with models.active(), torch.no_grad():
-        initialize_layerwise_reload(model)
-        model.load_weights(iter(views))  # pyright: ignore[reportCallIssue]  vLLM's, not a Tensor
-        finalize_layerwise_reload(model, models.model_config)
-
-
-def measure(parts: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each part, all parts in turn, after two rounds to warm up."""
-    samples: dict[str, list[float]] = {name: [] for name in parts}
-    for number in range(rounds + 2):
-        for name, part in parts.items():
-            begin = time.perf_counter()
-            part()
-            if number >= 2:
-                samples[name].append(time.perf_counter() - begin)
-    return samples
-
-
-def add(
-    recorder: Recorder,
-    case: str,
-    system: str,
-    metric: str,
-    seconds: list[float],
-    num_tensors: int,
-    **extra: int,
-) -> None:
-    """Adds one measurement, in milliseconds."""
-    samples = [1e3 * one for one in seconds]
-    case = f"{case}, {num_tensors} tensors"
-    print(f"{case} {system} {metric}: {min(samples):.3f} to {max(samples):.3f} ms", flush=True)
-    recorder.add(case=case, system=system, metric=metric, unit="ms", samples=samples, **extra)
+        add("broadcast", f"{metric}, once", [seconds])
 
 
 if __name__ == "__main__":

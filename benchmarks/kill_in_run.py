@@ -20,9 +20,7 @@ rows were begun again, since a collector does not stream.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import logging
 import multiprocessing
 import os
 import random  # noqa: TID251  seeded below
@@ -33,7 +31,6 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -45,12 +42,17 @@ from tensordict import set_list_to_stack
 
 from benchmarks.grpo_systems import Case, options_of
 from benchmarks.learning_curves import SAMPLING, OverService
-from benchmarks.record import Recorder
-from torchrl_vllm_sync import AsyncVLLM, ReplicaState
+from benchmarks.live_engines import local_ray, start
+from benchmarks.record import Recorder, parser_of
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from torchrl_vllm_sync import AsyncVLLM
 
 SYSTEMS = ("undisturbed", "killed", "ordinary")
 BEGUN_AGAIN = "rows begun again"
@@ -61,7 +63,7 @@ TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "lr": 1e-3}
 ALIKE = {"max_num_seqs": 1, "enable_prefix_caching": False}
 # At the moment of a kill so many rows at least are with the replica: the last one takes a while.
 LEAST_ROWS = 2
-PAUSE_S, POLL_S = 5.0, 0.002
+POLL_S = 0.002
 # Entries of a batch, as it is trained on.
 COMPARED = {
     "tokens": ("tokens", "full"),
@@ -116,16 +118,11 @@ def num_serving(service: Any) -> int:
 
 
 class Killer:
-    """Sends SIGKILL to a replica's actor or engine core, whenever all have served for a while.
-
-    Attributes:
-        kills: Of each kill ``time.monotonic()``, the number of rows that were begun again, and
-            which process it was.
-    """
+    """Sends SIGKILL to a replica's actor or engine core, whenever all have served for a while."""
 
     def __init__(self, service: Any, seed: int, pause_s: float) -> None:
         self._service, self._random, self._pause_s = service, random.Random(seed), pause_s
-        self.kills = list[tuple[float, int, str]]()
+        self.kills = list[tuple[float, int, str]]()  # when, rows begun again, which process
 
     def run(self, ended: threading.Event) -> None:
         """Kills at random moments until told to end."""
@@ -185,15 +182,8 @@ def train(setup: Any, service: Any, *, steps: int, killer: Killer | None = None)
 
 def launch(checkpoint: Path, seed: int, **options: Any) -> AsyncVLLM:
     """Engines of the tiny model, which are restarted as often as they are killed."""
-    return AsyncVLLM.from_pretrained(
-        str(checkpoint),
-        num_replicas=NUM_REPLICAS,
-        num_cpus_per_replica=0,
-        max_restarts=1000,
-        verbose=False,
-        seed=seed,
-        **options_of(True, CASE.rows) | options,
-    )
+    options = options_of(True, CASE.rows) | options
+    return start(checkpoint, num_replicas=NUM_REPLICAS, max_restarts=1000, seed=seed, **options)
 
 
 def run(
@@ -208,14 +198,11 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Runs the benchmark and returns the path of its record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="a pair of two steps")
+    parser = parser_of(__doc__, "a pair of two steps")
     parser.add_argument("--pair", action="store_true", help="no ordinary run")
     parser.add_argument("--steps", type=int, default=40, help="of a run")
     parser.add_argument("--pause-s", type=float, default=5, help="at most, from all serve to kill")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="directory of the record")
     arguments = parser.parse_args(argv)
     vars(arguments).update(TRAINING)
     if arguments.smoke:
@@ -232,13 +219,9 @@ def main(argv: list[str] | None = None) -> Path:
             at_s, samples = zip(*points, strict=True)
             what: Any = {"case": arguments.dataset, "system": system, "metric": metric}
             recorder.add(**what, unit=unit, samples=samples, at_s=at_s)
-            told = f"{len(points)} of {metric}, {samples[0]:g} to {samples[-1]:g}"
-            print(f"{system}: {told}", flush=True)
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cleanup:
+    with tempfile.TemporaryDirectory() as folder, local_ray():
         arguments.checkpoint = make_tiny_checkpoint(folder, seed=arguments.seed, diverse=False)
-        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
-        cleanup.callback(ray.shutdown)
         with launch(arguments.checkpoint, arguments.seed, **ALIKE) as service:
             for system in SYSTEMS[:2]:
                 keep(service, system)
@@ -249,9 +232,8 @@ def main(argv: list[str] | None = None) -> Path:
         raise RuntimeError(f"{len(found)} differences, the first in {found[0]}")
     rows = arguments.steps * CASE.rows
     recorder.notes.append(f"{rows} rows and {arguments.steps} losses are equal to the last bit")
-    path = recorder.write(smoke=arguments.smoke, directory=arguments.out)
-    print(recorder.notes[-1], path, sep="\n")
-    return path
+    print(recorder.notes[-1])
+    return recorder.write(smoke=arguments.smoke, directory=arguments.out)
 
 
 if __name__ == "__main__":

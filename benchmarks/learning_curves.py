@@ -24,11 +24,9 @@ and each set-up leaves a record of its own; ``--smoke`` takes half a minute.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import itertools
-import logging
 import os
 import statistics
 import sys
@@ -42,17 +40,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import ray
 import torch
 from tensordict import set_list_to_stack
 
 from benchmarks.grpo_systems import SYSTEMS, Bench, Case, Learner, Task, options_of
-from benchmarks.live_engines import record_name
+from benchmarks.live_engines import local_ray, record_name, start
 from benchmarks.peers.trl_grpo import TRL
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from benchmarks.phases import Clock
-from benchmarks.record import Recorder
-from torchrl_vllm_sync import AsyncVLLM
+from benchmarks.record import Recorder, parser_of
 from torchrl_vllm_sync.rl.statistics import GPUUse
 from torchrl_vllm_sync.rl.tasks import first_twice, held_out, missing, prompts, reward, scorer
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
@@ -60,7 +56,10 @@ from tutorials.common.settings import PRESETS
 from tutorials.common.task import evaluate
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
+
+    from torchrl_vllm_sync import AsyncVLLM
 
 SETUPS = ("ours", "one-off", "four-off", "torchrl-classes", "trl")
 MAX_NORM = 1.0
@@ -215,15 +214,12 @@ def run(name: str, arguments: argparse.Namespace, service: Any, deadline: float)
         )
     for (metric, unit), samples in found.items():
         recorder.add(case=arguments.dataset, system=name, metric=metric, unit=unit, samples=samples)
-    path = recorder.write(smoke=arguments.smoke, directory=arguments.out)
-    print(path, flush=True)
-    return path
+    return recorder.write(smoke=arguments.smoke, directory=arguments.out)
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     """The command line, with sizes and learning rate of the data set's preset."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="seconds of the tiny model's training")
+    parser = parser_of(__doc__, "seconds of the tiny model's training")
     parser.add_argument("--model", type=Path, help="a checkpoint; else a tiny random model")
     parser.add_argument("--dataset", help="as in tutorial 01; chain_sum, for the tiny one low-ids")
     parser.add_argument("--setups", nargs="+", choices=SETUPS, help="all that are installed")
@@ -233,7 +229,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="learning rate; the preset's if left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=3600, help="of all set-ups together")
-    parser.add_argument("--out", type=Path, help="directory of the records")
     arguments = parser.parse_args(argv)
     if arguments.setups is None:
         arguments.setups = [
@@ -254,7 +249,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
-    """Runs the benchmark and returns the paths of its records."""
     begin = time.monotonic()
     arguments = parsed(argv)
     end = begin + arguments.limit_s
@@ -262,8 +256,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     set_list_to_stack(True).set()
     paths = []
     with contextlib.ExitStack() as cleanup:
-        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
-        cleanup.callback(ray.shutdown)
+        cleanup.enter_context(local_ray())
         arguments.checkpoint = arguments.model or make_tiny_checkpoint(
             cleanup.enter_context(tempfile.TemporaryDirectory()),
             seed=arguments.seed,
@@ -271,13 +264,8 @@ def main(argv: list[str] | None = None) -> list[Path]:
         )
         service = None
         if set(arguments.setups) != {"trl"}:
-            service = AsyncVLLM.from_pretrained(
-                str(arguments.checkpoint),
-                num_cpus_per_replica=0,
-                verbose=False,
-                seed=arguments.seed,
-                **options_of(True, max(arguments.case.rows, arguments.held_out)),
-            )
+            options = options_of(True, max(arguments.case.rows, arguments.held_out))
+            service = start(arguments.checkpoint, seed=arguments.seed, **options)
             cleanup.enter_context(service)
         for at, name in enumerate(arguments.setups):
             now = time.monotonic()

@@ -6,11 +6,10 @@ newest records in ``benchmarks/results``, with a line for each set-up.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, picture, runs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,34 +35,25 @@ def lines(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Lines]:
     return found
 
 
-def picture(case: str, hardware: str, drawn: Lines, path: Path) -> None:
-    """Draws a line for each set-up."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
-    for name, (label, colour) in SETUPS.items():
-        if name in drawn:
-            axes.plot(*drawn[name], "o-", color=colour, label=label, markersize=3, linewidth=1.5)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(f"seconds of training, {case} on {hardware}")
-    axes.set_ylabel("held-out accuracy")
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def draw(case: str, hardware: str, drawn: Lines, path: Path) -> None:
+    with picture(path, figsize=(7, 3)) as (_, axes):
+        for name, (label, colour) in SETUPS.items():
+            if name in drawn:
+                axes.plot(
+                    *drawn[name], "o-", color=colour, label=label, markersize=3, linewidth=1.5
+                )
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(f"seconds of training, {case} on {hardware}")
+        axes.set_ylabel("held-out accuracy")
+        axes.legend(frameon=False, fontsize=8)
 
 
 def main() -> int:
-    """Draws the pictures."""
-    paths = sorted(RESULTS.glob("learning_curves_*.json"))
-    runs = [json.loads(path.read_text()) for path in paths]
-    for (case, hardware), drawn in lines(runs).items():
-        picture(case, hardware, drawn, RESULTS / f"learning_curves_{case}_{hardware}.png")
+    for (case, hardware), drawn in lines([*runs_of("learning_curves").values()]).items():
+        draw(case, hardware, drawn, RESULTS / f"learning_curves_{case}_{hardware}.png")
     return 0
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import operator
+import os
 import re
 import time
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,26 +19,18 @@ from torchrl_vllm_sync import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 RESET_TIMEOUT_S = 20.0
+# As vLLM does unasked; with CUDA graphs for decoding alone, which starts sooner; without any.
 EXECUTIONS = ("compiled", "graphs", "eager")
-"""How a GPU runs the model: as vLLM does unasked; with CUDA graphs for decoding alone, which is
-launched sooner; without any."""
 
 
 @dataclass(slots=True)
 class PrefillCounts:
-    """Prompt tokens of one engine since its launch, or of a time, as vLLM counts them.
-
-    Attributes:
-        prompt: Tokens of all prompts whose first token came (``PromptTokenStats.total``).
-        computed: Those that were computed (``.computed``).
-        cached: Those that came from the prefix cache (``.local_cache_hit``).
-        hits: Tokens that the scheduler found in the prefix cache (``PrefixCacheStats.hits``).
-        preempted: Requests that lost their blocks and were computed again.
-    """
+    """Prompt tokens of one engine since its launch, or of a time, as vLLM counts them."""
 
     prompt: int = 0
     computed: int = 0
@@ -43,14 +39,10 @@ class PrefillCounts:
     preempted: int = 0
 
     def __add__(self, other: PrefillCounts) -> PrefillCounts:
-        return PrefillCounts(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
-        )
+        return PrefillCounts(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: PrefillCounts) -> PrefillCounts:
-        return PrefillCounts(
-            *(getattr(self, f.name) - getattr(other, f.name) for f in fields(self))
-        )
+        return PrefillCounts(*map(operator.sub, astuple(self), astuple(other)))
 
 
 def counted_actor() -> type:
@@ -84,7 +76,6 @@ def counted_actor() -> type:
             self._stats = CountingRecorder()
 
         def prefill_counts(self) -> PrefillCounts:
-            """VLLM's counters, of all steps so far."""
             return self._stats.counts
 
     return CountedActor
@@ -122,29 +113,51 @@ def engine_options(*, execution: str, max_model_len: int, max_num_seqs: int) -> 
     return options
 
 
-def checkpoint(directory: Path, shape: str | None, max_model_len: int) -> str:
-    """A tiny checkpoint, or on GPUs the configuration of ``shape`` for random weights."""
-    if shape is None:
-        return str(make_tiny_checkpoint(directory, max_position_embeddings=max_model_len))
-    target = save_shape(shape, directory, dtype="bfloat16", max_position_embeddings=max_model_len)
-    return str(target)
+def random_options(dtype: str, kv_gib: int) -> dict[str, Any]:
+    """The same for pushes: engines that decode eagerly, with so much cache on a GPU."""
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": dtype, "enforce_eager": True}
+    if torch.cuda.is_available():
+        cache = {"kv_cache_memory_bytes": kv_gib * 2**30}
+    else:
+        cache = {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
+    return options | cache | {"max_model_len": 2048}
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray cluster of this process alone."""
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        num_cpus=max(2, os.cpu_count() or 2),
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def start(checkpoint: Path | str, **options: Any) -> AsyncVLLM:
+    """Launches a service and says how long that took."""
+    begin = time.perf_counter()
+    service = AsyncVLLM.from_pretrained(
+        str(checkpoint), num_cpus_per_replica=0, verbose=False, **options
+    )
+    print(f"launched in {time.perf_counter() - begin:.1f} s", flush=True)
+    return service
 
 
 def launch(
     directory: Path, shape: str | None, num_replicas: int, options: dict[str, Any]
 ) -> AsyncVLLM:
-    """Starts replicas that count."""
-    begin = time.perf_counter()
-    service = AsyncVLLM.from_pretrained(
-        checkpoint(directory, shape, options["max_model_len"]),
-        num_replicas=num_replicas,
-        actor_class=counted_actor(),
-        num_cpus_per_replica=0,
-        verbose=False,
-        **options,
-    )
-    print(f"launched {num_replicas} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
-    return service
+    """Starts replicas that count: a tiny checkpoint's, or on GPUs random weights of a shape."""
+    most = {"max_position_embeddings": options["max_model_len"]}
+    if shape is None:
+        model = make_tiny_checkpoint(directory, **most)
+    else:
+        model = save_shape(shape, directory, dtype="bfloat16", **most)
+    return start(model, num_replicas=num_replicas, actor_class=counted_actor(), **options)
 
 
 def counts(service: AsyncVLLM) -> PrefillCounts:
@@ -154,7 +167,6 @@ def counts(service: AsyncVLLM) -> PrefillCounts:
 
 
 def block_size(service: AsyncVLLM) -> int:
-    """Tokens in a KV-cache block."""
     description: Any = ray.get(service.actors[0].describe.remote(), timeout=60)
     return description.block_size
 

@@ -1,7 +1,8 @@
 """Who routes in the live benchmark: this library, TorchRL's rule as shipped, and taking turns.
 
 Every system sends each request through ``AsyncVLLM.agenerate`` of one and the same service, so that
-nothing differs but the replica that was chosen.
+nothing differs but the replica that was chosen. :func:`run_wrapped` goes through ``vLLMWrapper``,
+which finds in TorchRL's data which rows belong together.
 """
 
 from __future__ import annotations
@@ -9,25 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from tensordict import set_list_to_stack
+from torchrl.envs.llm.chat import ChatEnv
+
+from benchmarks import live_engines
+from benchmarks.live_traffic import FORCING_BIAS, Conversation, least_tokens, once_tokens
+from torchrl_vllm_sync import vLLMWrapper
+from torchrl_vllm_sync.testing import make_tiny_tokenizer
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from benchmarks.live_traffic import Conversation
+    from tensordict import TensorDictBase
+
     from torchrl_vllm_sync import AsyncVLLM
-
 
 # How long a request may take from its call to the ledger, before the next decision is made anyway.
 MOST_SENDING_S = 0.02
 
 
 class System:
-    """One way to route, over a service whose balancer it may replace.
-
-    Attributes:
-        decision_s: Seconds of each decision so far.
-    """
+    """One way to route, over a service whose balancer it may replace."""
 
     def __init__(self, service: AsyncVLLM) -> None:
         self.service = service
@@ -62,11 +69,9 @@ class Balanced(System):
         return {"session_id": conversation.session, "group_id": conversation.group}
 
     async def answer(self, conversation: Conversation, prompt: list[int], params: Any) -> Any:
-        """Lets the service decide."""
         return await self.service.agenerate(prompt, params, **self._keys(conversation))
 
     def end(self, conversation: Conversation) -> None:
-        """Releases the session, as ``vLLMWrapper`` does."""
         if self._keyed:
             self.service.release_sessions(conversation.session)
 
@@ -106,7 +111,6 @@ class TorchRLRule(System):
         self._sending = asyncio.Lock()
 
     def choose(self, prompt: list[int]) -> int:
-        """Position of the replica."""
         begin = time.perf_counter()
         key: Any = prompt
         if self._wrapped:
@@ -139,3 +143,82 @@ SYSTEMS: dict[str, Callable[[AsyncVLLM], System]] = {
     "round-robin": lambda service: Balanced(service, "round-robin"),
 }
 """Makers of each system, by its name in the record; each begins with nothing remembered."""
+
+SAMPLES = 8
+WRAPPED: dict[str, tuple[str | None, bool]] = {
+    "ours": (None, True),
+    "ours, no keys": (None, False),
+    "round-robin": ("round-robin", False),
+}
+"""Strategy, and whether the wrapper names sessions and groups, of each system."""
+
+
+def group_rows(num_groups: int, characters: int) -> TensorDictBase:
+    """What a collector's policy gets: each group's question 8 times, one after the other."""
+
+    def questions() -> Iterator[dict[str, list[str]]]:
+        letters = np.array([*"abcdefghijklmnopqrstuvwxyz "])
+        generator = np.random.default_rng(1)
+        while True:
+            yield {"query": ["".join(generator.choice(letters, characters))]}
+
+    tokenizer: Any = make_tiny_tokenizer()
+    dataloader: Any = questions()
+    env = ChatEnv.from_dataloader(
+        dataloader=dataloader,
+        batch_size=(SAMPLES * num_groups,),
+        repeats=SAMPLES,
+        tokenizer=tokenizer,
+        input_mode="history",
+    )
+    with set_list_to_stack(True):
+        return env.reset()
+
+
+def run_wrapped(
+    service: AsyncVLLM,
+    rows: TensorDictBase,
+    num_tokens: int,
+    *,
+    strategy: str | None,
+    find_sessions: bool,
+) -> dict[str, float]:
+    """Figures of one call of the policy: a subset of those of the other cases."""
+    tokenizer: Any = make_tiny_tokenizer()
+    service.create_load_balancer(strategy)
+    policy = vLLMWrapper(
+        service,
+        tokenizer=tokenizer,
+        input_mode="history",
+        chat_template=tokenizer.chat_template,
+        generate_kwargs={
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "logit_bias": {tokenizer.encode("a")[0]: FORCING_BIAS},
+        },
+        pad_output=False,
+        find_sessions=find_sessions,
+    )
+    live_engines.reset(service)
+    before = live_engines.counts(service)
+    begin = time.perf_counter()
+    with set_list_to_stack(True):
+        answered = policy(rows.clone())
+        wall_s = time.perf_counter() - begin
+        prompts = [one.tolist() for one in answered.get(("tokens", "prompt"), as_list=True)]
+        served = Counter(answered["generation", "replica_id"])
+    counted = live_engines.counts(service) - before
+    asked = [
+        Conversation(at, at // SAMPLES, tuple(prompt), (), (num_tokens,), 0)
+        for at, prompt in enumerate(prompts)
+    ]
+    return {
+        "wall_time": wall_s,
+        "hit_rate": counted.cached / counted.prompt,
+        "prefilled_over_once": counted.computed / once_tokens(asked),
+        "prefilled_over_least": counted.computed
+        / least_tokens(asked, live_engines.block_size(service)),
+        "imbalance": max(served.values()) * service.num_replicas / len(prompts),
+        "preemptions": counted.preempted,
+    }

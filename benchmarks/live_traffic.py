@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 
 # Ids below are the tokenizer's own marks.
@@ -23,55 +23,31 @@ FORCING_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the cases are.
-
-    Attributes:
-        vocab_size: Of the model.
-        max_model_len: Most tokens of a request, answer included.
-        groups: GRPO groups of 8.
-        sessions: Conversations with several turns.
-        turns: Of each.
-        concurrent: Sessions that are open at a time.
-        strangers: Requests that share nothing but a system prompt.
-        prompt: Fewest and most tokens of a GRPO prompt; half of the most is the system prompt that
-            strangers share.
-        opening: Tokens of a session's first prompt, of which the group's system prompt is half.
-        reply: Tokens that come back between two turns, from a tool.
-        answer: Median tokens of an answer, and the most.
-    """
+    """How large the cases are."""
 
     vocab_size: int
     max_model_len: int
-    groups: int
+    groups: int  # of 8 samples
     sessions: int
-    turns: int
-    concurrent: int
-    strangers: int
-    prompt: tuple[int, int]
-    opening: int
-    reply: int
-    answer: tuple[int, int]
+    turns: int  # of a session
+    concurrent: int  # sessions that are open at a time
+    strangers: int  # requests that share nothing but a system prompt, half of the longest prompt
+    prompt: tuple[int, int]  # fewest and most tokens, where there is one turn
+    opening: int  # tokens of a session's first prompt, of which half is the group's
+    reply: int  # tokens from a tool, between two turns
+    answer: tuple[int, int]  # median tokens, and the most
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Some turns, one after the other.
-
-    Attributes:
-        session: Unique in its case.
-        group: Conversations with the same beginning.
-        opening: The first prompt.
-        replies: What comes back after each turn but the last.
-        answers: Tokens of each turn's answer.
-        token: The id that answers consist of.
-    """
+    """Some turns, one after the other."""
 
     session: int
     group: int
     opening: tuple[int, ...]
-    replies: tuple[tuple[int, ...], ...]
-    answers: tuple[int, ...]
-    token: int
+    replies: tuple[tuple[int, ...], ...]  # after each turn but the last
+    answers: tuple[int, ...]  # tokens of each
+    token: int  # the id that answers consist of
 
     def prompt(self, turn: int) -> list[int]:
         """Everything said before a turn's answer."""
@@ -84,19 +60,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of traffic.
-
-    Attributes:
-        name: In the record.
-        conversations: In the order in which they start.
-        concurrent: How many are open at a time; ``None`` starts all at once.
-        rounds: How often all of it is asked; weights are pushed in between.
-    """
+    """One kind of traffic."""
 
     name: str
     conversations: list[Conversation] = field(repr=False)
-    concurrent: int | None = None
-    rounds: int = 1
+    concurrent: int | None = None  # at a time; None starts all at once
+    rounds: int = 1  # weights are pushed in between
 
 
 def once_tokens(conversations: Sequence[Conversation]) -> int:
@@ -105,8 +74,15 @@ def once_tokens(conversations: Sequence[Conversation]) -> int:
     A group's prompt counts once. Of a later turn what came back counts, and the last token of the
     answer before it, which was sampled and never computed.
     """
-    replies = sum(len(reply) + 1 for one in conversations for reply in one.replies)
-    return replies + distinct_tokens(one.opening for one in conversations)
+    seen: set[int] = (
+        set()
+    )  # of the tree of first prompts, in which common beginnings are there once
+    for one in conversations:
+        chain = 0
+        for token in one.opening:
+            chain = hash((chain, token))
+            seen.add(chain)
+    return len(seen) + sum(len(reply) + 1 for one in conversations for reply in one.replies)
 
 
 def least_tokens(conversations: Sequence[Conversation], block_size: int) -> int:
@@ -133,17 +109,6 @@ def least_tokens(conversations: Sequence[Conversation], block_size: int) -> int:
     return total
 
 
-def distinct_tokens(prompts: Iterable[Sequence[int]]) -> int:
-    """Tokens of the tree of these prompts, in which what they begin with alike is there once."""
-    seen: set[int] = set()
-    for prompt in prompts:
-        chain = 0
-        for token in prompt:
-            chain = hash((chain, token))
-            seen.add(chain)
-    return len(seen)
-
-
 class _Words:
     """Random ids and lengths of one case, the same in every process."""
 
@@ -165,13 +130,13 @@ class _Words:
         return self.between(FIRST_ID, self.scale.vocab_size - 1)
 
 
-def _grpo(scale: Scale, name: str, *, header: int, rounds: int = 1) -> Case:
-    """Eight samples of each prompt; all prompts begin with the same ``header`` tokens."""
+def _grpo(scale: Scale, name: str, *, rounds: int = 1) -> Case:
+    """Eight samples of each prompt; all prompts begin with the same 16 tokens."""
     words = _Words(scale, name)
-    common = words.text(header)
+    common = words.text(16)
     conversations = []
     for group in range(scale.groups):
-        prompt = common + words.text(words.between(*scale.prompt) - header)
+        prompt = common + words.text(words.between(*scale.prompt) - len(common))
         conversations += [
             Conversation(8 * group + sample, group, prompt, (), (words.answer(),), words.token())
             for sample in range(8)
@@ -213,10 +178,8 @@ def _strangers(scale: Scale, name: str) -> Case:
 
 
 CASES: dict[str, Callable[[Scale], Case]] = {
-    "grpo": lambda scale: _grpo(scale, "grpo", header=16),
-    "grpo-no-header": lambda scale: _grpo(scale, "grpo-no-header", header=0),
+    "grpo": lambda scale: _grpo(scale, "grpo"),
     "multi-turn": lambda scale: _sessions(scale, "multi-turn"),
     "shared-system-prompt": lambda scale: _strangers(scale, "shared-system-prompt"),
-    "grpo-update": lambda scale: _grpo(scale, "grpo-update", header=16, rounds=2),
+    "grpo-update": lambda scale: _grpo(scale, "grpo-update", rounds=2),
 }
-"""Makers of each case, by its name in the record."""

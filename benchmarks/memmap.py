@@ -1,30 +1,26 @@
 """Snapshots through a file system beside what the memory and the file system can do at best.
 
-In every repetition each system runs once, one after the other, so that a busy machine slows all of
-them. Sources and destinations are memory that exists already, and so are the files that are written
-again; those of ``versions``, of a first publish and of what is written anew are new each time. On a
-disk every write ends with ``fsync``.
+Systems take turns. Sources and destinations are memory that exists already, and so are the files
+that are written again; those of a first publish and of what is written anew are new each time. On
+a disk every write ends with ``fsync``.
 
 ``python -m benchmarks.memmap`` takes minutes, ``--smoke`` seconds; ``--place`` names directories.
 """
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from benchmarks.record import Recorder
+from benchmarks.record import Recorder, parser_of, take_turns
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.weights.snapshots.files import file_system_type, is_memory_file_system
 
@@ -70,6 +66,7 @@ class Case:
         self.fsync = not is_memory_file_system(self.root)
         self.repetitions = repetitions
         self.source = model(num_bytes)
+        self.metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.source)
         self.destination = [(name, torch.zeros_like(tensor)) for name, tensor in self.source]
         self.name = f"{file_system_type(self.root)}, {self.num_bytes / 2**20:,.0f} MiB"
@@ -77,30 +74,31 @@ class Case:
 
     def measure(
         self,
-        systems: dict[tuple[str, str], Callable[[], None]],
-        between: Callable[[], None] = lambda: None,
+        systems: dict[tuple[str, str], Callable[[], object]],
+        between: Callable[[], object] = lambda: None,
     ) -> None:
-        """Runs all systems in turn; one round that does not count comes first."""
-        for repetition in range(self.repetitions + 1):
-            for key, run in systems.items():
-                between()
-                started = time.perf_counter()
-                run()
-                seconds = time.perf_counter() - started
-                if repetition:
-                    self.samples.setdefault(key, []).append(self.num_bytes / seconds / 1e9)
+        """Runs all systems in turn."""
+        for key, seconds in take_turns(systems, self.repetitions, between=between).items():
+            self.samples[key] = [self.num_bytes / one / 1e9 for one in seconds]
 
-    def flush(self, *paths: Path) -> None:
+    def flush(self, path: Path) -> None:
         """``fsync`` where it protects something."""
         if self.fsync:
-            for path in paths:
-                handle = os.open(path, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def publish(self, writer: SnapshotWriter) -> None:
+        """Publishes the next version."""
+        writer.publish(self.source, self.metadata, (writer.last_version or 0) + 1)
+
+    def apply(self, reader: SnapshotReader) -> None:
+        """Copies the newest version."""
+        with reader.read() as snapshot:
+            assert snapshot is not None
+            copy_all(list(snapshot.tensors()), self.destination)
 
     def slots(self) -> None:
         """Publishing and applying with reused slots, beside memcpy and a plain rewrite."""
-        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
         path = self.root / "plain"
         plain = torch.from_file(
             str(path), shared=True, size=self.num_bytes // 2, dtype=torch.bfloat16
@@ -110,8 +108,8 @@ class Case:
         writer = SnapshotWriter(self.root / "slots")
         reader = SnapshotReader(self.root / "slots")
         trusting = SnapshotReader(self.root / "slots", verify=False)
-        for version in range(writer.last_version or 0, 3):
-            writer.publish(self.source, metadata, version)
+        for _ in range(3):
+            self.publish(writer)
 
         def rewrite() -> None:
             copy_all(self.source, parts)
@@ -122,25 +120,17 @@ class Case:
                 write_all(self.source, file)
             self.flush(path)
 
-        def publish() -> None:
-            writer.publish(self.source, metadata, (writer.last_version or 0) + 1)
-
-        def apply(reader: SnapshotReader) -> None:
-            with reader.read() as snapshot:
-                assert snapshot is not None
-                copy_all(list(snapshot.tensors()), self.destination)
-
         self.measure(
             {
                 ("memcpy", "copy"): lambda: copy_all(self.source, self.destination),
                 ("plain file through a mapping", "rewrite"): rewrite,
                 ("plain file by write()", "rewrite"): rewrite_by_pwrite,
-                ("slots", "publish"): publish,
+                ("slots", "publish"): lambda: self.publish(writer),
                 ("plain file through a mapping", "read-copy"): lambda: copy_all(
                     parts, self.destination
                 ),
-                ("slots, checksums verified", "apply"): lambda: apply(reader),
-                ("slots, not verified", "apply"): lambda: apply(trusting),
+                ("slots, checksums verified", "apply"): lambda: self.apply(reader),
+                ("slots, not verified", "apply"): lambda: self.apply(trusting),
             }
         )
         writer.close(remove=True)
@@ -148,7 +138,6 @@ class Case:
 
     def new_slots(self) -> None:
         """Publishing into a slot that is made for it, as the first ones of a run are."""
-        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
         path, directory = self.root / "plain", self.root / "new-slots"
 
         def write() -> None:
@@ -169,7 +158,7 @@ class Case:
 
         def publish() -> None:
             with SnapshotWriter(directory) as writer:
-                writer.publish(self.source, metadata, 1)
+                self.publish(writer)
 
         def remove() -> None:
             path.unlink(missing_ok=True)
@@ -185,85 +174,9 @@ class Case:
         )
         remove()
 
-    def versions(self) -> None:
-        """Publishing into a new folder for each version."""
-        metadata = [ParamMeta.of(name, tensor) for name, tensor in self.source]
-        writer = SnapshotWriter(self.root / "versions", layout="versions")
-        reader = SnapshotReader(self.root / "versions")
-
-        def publish() -> None:
-            version = 1 if writer.last_version is None else writer.last_version + 1
-            writer.publish(self.source, metadata, version)
-
-        def apply() -> None:
-            with reader.read() as snapshot:
-                assert snapshot is not None
-                copy_all(list(snapshot.tensors()), self.destination)
-
-        self.measure(
-            {
-                ("versions", "publish"): publish,
-                ("versions, checksums verified", "apply"): apply,
-            }
-        )
-        writer.close(remove=True)
-
-    def formats(self) -> None:
-        """TensorDict's two formats on disk: rewrite, and open and read-copy.
-
-        The consolidated file is written without the snapshot protocol around it, as the folder is.
-        """
-        folder, file = self.root / "folder", self.root / "consolidated"
-        nested = TensorDict(dict(self.source)).unflatten_keys(".")
-        nested.memmap(str(folder))
-        TensorDict(dict(self.source)).consolidate(file)
-
-        def names(stored: TensorDict) -> Pairs:
-            flat = stored.flatten_keys(".")
-            return [(name, flat.get(name)) for name, _ in self.source]
-
-        in_folder = names(TensorDict.load_memmap(folder, allow_pickle=False))
-        sizes = [tensor.nbytes for _, tensor in self.source]
-        total = file.stat().st_size
-        in_file = torch.from_file(str(file), shared=True, size=total, dtype=torch.uint8)
-        offset, parts = 0, []
-        for size in sizes:
-            offset = -(-offset // 8) * 8
-            parts.append(("", in_file[offset : offset + size].view(torch.bfloat16)))
-            offset += size
-        folder_files = sorted(folder.rglob("*.memmap"))
-
-        def rewrite_folder() -> None:
-            copy_all(self.source, in_folder)
-            self.flush(*folder_files)
-
-        def rewrite_file() -> None:
-            copy_all(self.source, parts)
-            self.flush(file)
-
-        def apply_folder() -> None:
-            stored = TensorDict.load_memmap(folder, allow_pickle=False)
-            copy_all(names(stored), self.destination)
-
-        def apply_file() -> None:
-            copy_all(names(TensorDict.from_consolidated(file)), self.destination)
-
-        self.measure(
-            {
-                ("TensorDict, memmap folder", "rewrite"): rewrite_folder,
-                ("TensorDict, consolidated file", "rewrite"): rewrite_file,
-                ("TensorDict, memmap folder", "open and read-copy"): apply_folder,
-                ("TensorDict, consolidated file", "open and read-copy"): apply_file,
-            }
-        )
-        shutil.rmtree(folder)
-        file.unlink()
-
 
 def main(argv: list[str] | None = None) -> Path:
-    """Runs the benchmark and returns the path of its record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="8 MiB, in seconds")
+    parser = parser_of(__doc__, "8 MiB, in seconds")
     parser.add_argument("--mib", type=int, default=1024, help="size of the weights")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--place", type=Path, action="append", help="directory; can be repeated")
@@ -277,17 +190,13 @@ def main(argv: list[str] | None = None) -> Path:
             2 if arguments.smoke else arguments.repetitions,
         )
         try:
-            for group in (case.slots, case.new_slots, case.versions, case.formats):
+            for group in (case.slots, case.new_slots):
                 group()
         finally:
             shutil.rmtree(case.root)
         for (system, metric), samples in case.samples.items():
             recorder.add(case=case.name, system=system, metric=metric, unit="GB/s", samples=samples)
-            median = sorted(samples)[len(samples) // 2]
-            print(f"{case.name:24} {system:32} {metric:20} {median:6.2f} GB/s", flush=True)
-    path = recorder.write(smoke=arguments.smoke)
-    print(path)
-    return path
+    return recorder.write(smoke=arguments.smoke, directory=arguments.out)
 
 
 if __name__ == "__main__":

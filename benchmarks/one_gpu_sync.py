@@ -15,14 +15,12 @@ compute what the trainer does.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,12 +29,16 @@ import ray
 import torch
 
 from benchmarks.grpo_systems import has_weights, options_of
-from benchmarks.live_engines import record_name
-from benchmarks.record import Recorder
+from benchmarks.live_engines import local_ray, record_name, start
+from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import save_shape
 from benchmarks.sync_actors import Trainer, loaded_actor
 from benchmarks.weight_sync import MOST_DIFFERENCE, PROBE, answers
-from torchrl_vllm_sync import AsyncVLLM
+
+if TYPE_CHECKING:
+    import argparse
+
+    from torchrl_vllm_sync import AsyncVLLM
 
 # Shape, dtypes of trainer and engine, and the engine's share of a GPU.
 CASES = {
@@ -50,15 +52,6 @@ BEFORE_S, AFTER_S = 0.25, 0.15
 MAX_TOKENS = 900
 
 Sample = dict[tuple[str, str], float]  # by metric and unit
-
-
-def launch(checkpoint: Path, share: float | None) -> AsyncVLLM:
-    """Starts the engine; on a CPU one that computes with its parameters as they are."""
-    options = options_of(has_weights(checkpoint), 64) | {"stage_weights": True}
-    options |= {"actor_class": loaded_actor(), "num_cpus_per_replica": 0, "verbose": False}
-    plain = {"worker_extension_cls": "tests.engine.plain_worker.PlainWorker"}
-    options |= {"gpu_memory_utilization": share} if share else plain
-    return AsyncVLLM.from_pretrained(str(checkpoint), **options)
 
 
 def check(service: AsyncVLLM, trainer: Trainer, system: str, tolerance: float) -> None:
@@ -102,7 +95,11 @@ def beside(service: AsyncVLLM, trainer: Trainer, system: str, num_requests: int)
 def measure(recorder: Recorder, name: str, checkpoint: Path, args: argparse.Namespace) -> None:
     """Launches a case's engine, and pushes by each system in turn."""
     _, own_dtype, dtype, share = CASES[name]
-    with launch(checkpoint, share) as service:
+    options = options_of(has_weights(checkpoint), 64) | {"stage_weights": True}
+    # On a CPU it computes with its parameters as they are.
+    plain = {"worker_extension_cls": "tests.engine.plain_worker.PlainWorker"}
+    options |= {"gpu_memory_utilization": share} if share else plain
+    with start(checkpoint, actor_class=loaded_actor(), **options) as service:
         trainer = Trainer(str(checkpoint), own_dtype)
         for system in args.systems:
             check(service, trainer, system, MOST_DIFFERENCE[dtype])
@@ -113,34 +110,31 @@ def measure(recorder: Recorder, name: str, checkpoint: Path, args: argparse.Name
                     samples = [one[metric, unit] for one in found]
                     what = {"case": case, "system": system, "metric": metric, "unit": unit}
                     recorder.add(**what, samples=samples)
-                    print(*what.values(), f"{statistics.median(samples):.4g}", flush=True)
             trainer.end(system)
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
-    """Runs the benchmark and returns the paths of its records."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs")
+    parser = parser_of(__doc__, "a tiny model on CPUs")
     parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2's shape; else random")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES)[:2])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["p2p", "ipc"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=32, help="running beside a push")
-    parser.add_argument("--out", type=Path, help="directory of the records")
     args = parser.parse_args(argv)
     if args.smoke:
         args.cases, args.systems, args.rounds, args.requests = ["smoke"], ["p2p", "memmap"], 2, 4
     Recorder("one_gpu_sync").check(smoke=args.smoke)
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
     paths = []
-    for name in args.cases:
-        recorder, (shape, _, dtype, _) = Recorder(record_name("one_gpu_sync", name)), CASES[name]
-        with tempfile.TemporaryDirectory() as made:
-            given = args.model if shape == "smollm2" else None
-            measure(recorder, name, given or save_shape(shape, Path(made), dtype=dtype), args)
-        paths.append(recorder.write(smoke=args.smoke, directory=args.out))
-        print(paths[-1], flush=True)
-    ray.shutdown()
+    with local_ray():
+        for name in args.cases:
+            recorder, (shape, _, dtype, _) = (
+                Recorder(record_name("one_gpu_sync", name)),
+                CASES[name],
+            )
+            with tempfile.TemporaryDirectory() as made:
+                given = args.model if shape == "smollm2" else None
+                measure(recorder, name, given or save_shape(shape, Path(made), dtype=dtype), args)
+            paths.append(recorder.write(smoke=args.smoke, directory=args.out))
     return paths
 
 

@@ -10,13 +10,10 @@ want no log-probabilities. The systems take turns.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logprobs import FlatLogprobs
@@ -25,8 +22,11 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from benchmarks.record import Recorder
+from benchmarks.record import Recorder, parser_of
 from torchrl_vllm_sync.engine.internals import pack, unpack
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SYSTEMS = ("none", "vLLM", "packed")
 
@@ -58,11 +58,7 @@ def step(system: str, whole: LogprobsLists, samples: dict[str, Any]) -> dict[str
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Runs the benchmark and returns the path of its record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="few steps of few rows")
-    parser.add_argument("--out", type=Path, help="directory of the record")
-    arguments = parser.parse_args(argv)
+    arguments = parser_of(__doc__, "few steps of few rows").parse_args(argv)
     recorder = Recorder("packed_logprobs")
     recorder.check(smoke=arguments.smoke)
     rng = np.random.default_rng(0)
@@ -90,11 +86,7 @@ def main(argv: list[str] | None = None) -> Path:
                 recorder.add(
                     case=f"{rows} rows", system=system, metric=phase, unit="ms", samples=values
                 )
-            medians = {phase: statistics.median(one[phase] for one in steps) for phase in steps[0]}
-            print(f"{rows:5} rows {system:8}", {k: round(v, 3) for k, v in medians.items()})
-    path = recorder.write(smoke=arguments.smoke, directory=arguments.out)
-    print(path)
-    return path
+    return recorder.write(smoke=arguments.smoke, directory=arguments.out)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,8 @@ through another. Recorded, in milliseconds:
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
-import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -36,13 +32,17 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 import ray
 import torch
 
-from benchmarks.record import Recorder
+from benchmarks.live_engines import local_ray, random_options, record_name, start
+from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import SHAPES, save_shape
 from benchmarks.sync_actors import Trainer, spawn
-from torchrl_vllm_sync import AsyncVLLM, BroadcastTransport
+from torchrl_vllm_sync import BroadcastTransport
 from torchrl_vllm_sync.errors import SyncError
 
 if TYPE_CHECKING:
+    import argparse
+
+    from torchrl_vllm_sync import AsyncVLLM
     from torchrl_vllm_sync.weights.transport import Members, Push
 
 NUM_REPLICAS = 3
@@ -60,7 +60,6 @@ class NotingTransport(BroadcastTransport):
     began = 0.0
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
-        """Sends."""
         self.began = time.time()
         return super().send(members, push)
 
@@ -104,24 +103,23 @@ class FailureTrainer(Trainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and writes the record."""
     args = parse(argv)
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"
     case = f"{args.model}-{NUM_REPLICAS}"
-    recorder = Recorder("push_failures_" + re.sub(r"\W", "_", case))
+    recorder = Recorder(record_name("push_failures", case))
     recorder.check(smoke=args.smoke)
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        num_cpus=max(2, os.cpu_count() or 2),
-    )
-    with tempfile.TemporaryDirectory() as directory:
+    with local_ray(), tempfile.TemporaryDirectory() as directory:
         checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
         trainer = spawn(FailureTrainer, str(checkpoint), dtype, num_gpus=int(cuda))
         ray.get(trainer.__ray_ready__.remote(), timeout=300)
-        with launch(args, checkpoint, dtype) as service:
+        engine = random_options(dtype, kv_gib=4) | {
+            "max_num_seqs": 16,
+            "max_restarts": args.restarts,
+            "num_replicas": NUM_REPLICAS,
+            "worker_extension_cls": "benchmarks.failing_worker.FailingWorker",
+        }
+        with start(checkpoint, **engine) as service:
             run = Run(recorder, service, trainer, case, args, Path(directory))
             run.normal("normal push", args.rounds)
             pid = run.fail("stop")
@@ -132,14 +130,12 @@ def main(argv: list[str] | None = None) -> int:
             run.normal("next push", args.rounds, ", after SIGKILL")
             if args.restarts:
                 run.restart()
-    print(recorder.write(smoke=args.smoke, directory=args.out))
-    ray.shutdown()
+    recorder.write(smoke=args.smoke, directory=args.out)
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "on CPUs, meaning nothing")
     parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--rounds", type=int, default=10, help="normal pushes of each kind")
     parser.add_argument("--bucket-mib", type=int, default=128)
@@ -147,35 +143,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--timeout-s", type=float, help="of the pushes that fail; measured if unset"
     )
     parser.add_argument("--restarts", type=int, default=0, help="max_restarts of the service")
-    parser.add_argument("--out", type=Path, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="on CPUs, meaning nothing")
     args = parser.parse_args(argv)
     if args.smoke:
         args.model, args.rounds, args.timeout_s = "tiny", 2, 5.0
     return args
-
-
-def launch(args: argparse.Namespace, checkpoint: Path, dtype: str) -> AsyncVLLM:
-    """Starts the replicas with random weights."""
-    engine: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": dtype,
-        "enforce_eager": True,
-        "max_model_len": 2048,
-        "max_num_seqs": 16,
-        "worker_extension_cls": "benchmarks.failing_worker.FailingWorker",
-        "verbose": False,
-        "num_cpus_per_replica": 0,
-        "max_restarts": args.restarts,
-    }
-    if torch.cuda.is_available():
-        engine |= {"kv_cache_memory_bytes": 4 * 2**30}
-    else:
-        engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
-    begin = time.perf_counter()
-    service = AsyncVLLM.from_pretrained(str(checkpoint), num_replicas=NUM_REPLICAS, **engine)
-    print(f"launched {NUM_REPLICAS} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
-    return service
 
 
 class Run:
@@ -198,7 +169,6 @@ class Run:
         self.options = {"verify": "never", "bucket_bytes": buckets}
 
     def push(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Pushes once."""
         call = self.trainer.push_and_ask.remote(self.service, self.options, timeout_s)
         found: dict[str, Any] = ray.get(call, timeout=600)
         self.version = found["version"]
@@ -262,13 +232,9 @@ class Run:
         )
 
     def add(self, metric: str, seconds: list[float], after: str = "") -> None:
-        """Records and prints samples given in seconds."""
-        milliseconds = [1e3 * one for one in seconds]
-        middle = statistics.median(milliseconds)
-        print(f"{self.case}{after} {metric}: {middle:.1f} ms", flush=True)
-        self.recorder.add(
-            case=self.case + after, system=SYSTEM, metric=metric, unit="ms", samples=milliseconds
-        )
+        """Records samples given in seconds."""
+        what = {"case": self.case + after, "system": SYSTEM, "metric": metric, "unit": "ms"}
+        self.recorder.add(**what, samples=[1e3 * one for one in seconds])
 
 
 if __name__ == "__main__":

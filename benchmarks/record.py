@@ -13,6 +13,7 @@ files without ``.git``, the variable ``BENCHMARK_COMMIT`` or a file ``COMMIT`` b
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -23,21 +24,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-__all__ = ["RecordError", "Recorder", "summary_table"]
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT_VARIABLE = "BENCHMARK_COMMIT"
 COMMIT_FILE = "COMMIT"
+K = TypeVar("K")
 
 _PACKAGES = (
     "torchrl-vllm-sync",
@@ -57,21 +58,10 @@ class RecordError(RuntimeError):
 
 
 class Recorder:
-    """Collects the samples of one run and writes them down.
-
-    Example:
-        >>> recorder = Recorder("memmap")
-        >>> recorder.add(case="1 GiB", system="ours", metric="publish", unit="GB/s", samples=[3.1])
-        >>> recorder.write(smoke=True)  # in a temporary directory, from any working tree
-    """
+    """Collects the samples of one run and writes them down."""
 
     def __init__(self, benchmark: str, argv: Sequence[str] | None = None) -> None:
-        """Starts a record.
-
-        Args:
-            benchmark: Its name, of lower-case letters, digits and underscores.
-            argv: What followed the interpreter on the command line; found out if None.
-        """
+        """Starts a record of the command line ``argv``, which is found out if None."""
         if not re.fullmatch(r"[a-z0-9_]+", benchmark):
             raise ValueError(f"benchmark must match [a-z0-9_]+, got {benchmark!r}")
         self.benchmark = benchmark
@@ -90,62 +80,37 @@ class Recorder:
         samples: Iterable[float],
         **extra: Any,
     ) -> None:
-        """Adds all samples of one measurement.
-
-        Args:
-            case: What was done, such as ``"64 requests, 128 tokens"``.
-            system: Who did it, such as ``"AsyncVLLM"``.
-            metric: What was measured, such as ``"throughput"``.
-            unit: Of each sample, such as ``"tokens/s"``.
-            samples: One number a repetition, in order.
-            **extra: Further fields of this record, such as ``parameters=494_032_768``.
-
-        Raises:
-            ValueError: There is no sample, or one is not a finite number.
-        """
+        """Adds all samples of one measurement, finite numbers, and tells their median."""
         values = [float(sample) for sample in samples]
         if not values or not all(map(math.isfinite, values)):
             raise ValueError(f"samples of {case!r} must be finite and at least one, got {values}")
         record = {"case": case, "system": system, "metric": metric, "unit": unit, "samples": values}
         self.records.append(record | extra)
+        spread = f"{_number(min(values))} to {_number(max(values))}"
+        middle = f"{_number(statistics.median(values))} {unit}"
+        sys.stderr.write(f"{case} | {system} | {metric}: {middle} ({spread})\n")
 
     def check(self, *, smoke: bool = False) -> None:
-        """Refuses at once what :meth:`write` would refuse after a long run.
-
-        Raises:
-            RecordError: Unless ``smoke``, the commit is unknown or the tree differs from it.
-        """
+        """Refuses at once what :meth:`write` would refuse after a long run."""
         if not smoke:
             _commit()
 
     def write(
         self, *, smoke: bool = False, directory: str | os.PathLike[str] | None = None
     ) -> Path:
-        """Writes the file and returns its path.
+        """Writes the file, tells its path and returns it.
 
-        Args:
-            smoke: The run was too short to mean anything. It is written to a temporary directory
-                unless ``directory`` says otherwise, and any working tree will do.
-            directory: Where to write, ``benchmarks/results`` if None.
-
-        Raises:
-            RecordError: Nothing was added; or, unless ``smoke``, the commit is unknown or the
-                working tree differs from it.
+        A smoke run is written to a temporary directory, unless ``directory`` is given, from any
+        working tree; any other to ``benchmarks/results``, if the tree is exactly a known commit.
         """
         if not self.records:
             raise RecordError(f"benchmark {self.benchmark!r} added no samples")
-        try:
-            commit: str | None = _commit()
-        except RecordError:
-            if not smoke:
-                raise
-            commit = None
-        if directory is not None:
-            target = Path(directory)
-        elif smoke:
-            target = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))
-        else:
-            target = RESULTS
+        commit = None
+        with suppress(RecordError) if smoke else nullcontext():
+            commit = _commit()
+        if directory is None:
+            directory = tempfile.mkdtemp(prefix="benchmark-smoke-") if smoke else RESULTS
+        target = Path(directory)
         details = _hardware_details()
         now = datetime.now(UTC)
         run = {
@@ -166,7 +131,88 @@ class Recorder:
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(text)
         unfinished.replace(path)
+        sys.stderr.write(f"{path}\n")
         return path
+
+
+def take_turns(
+    systems: dict[K, Callable[[], object]],
+    repetitions: int,
+    *,
+    warm_up: int = 1,
+    between: Callable[[], object] = lambda: None,
+) -> dict[K, list[float]]:
+    """Seconds of each system in each repetition; the first ``warm_up`` of them do not count.
+
+    Systems run one after the other, so that a busy machine slows all of them, and nobody always
+    follows the same one; ``between`` comes before each run, and is not timed.
+    """
+    samples: dict[K, list[float]] = {key: [] for key in systems}
+    order = list(systems)
+    for _ in range(warm_up + repetitions):
+        order = order[1:] + order[:1]
+        for key in order:
+            between()
+            begin = time.perf_counter()
+            systems[key]()
+            samples[key].append(time.perf_counter() - begin)
+    return {key: seconds[warm_up:] for key, seconds in samples.items()}
+
+
+def parser_of(description: str | None, smoke: str) -> argparse.ArgumentParser:
+    """A command line with ``--out`` and ``--smoke``, which every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="directory of the record")
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    return parser
+
+
+def add_choice(parser: argparse.ArgumentParser, option: str, known: Iterable[str]) -> None:
+    """An option that names some of what is known, and by default all of it."""
+    parser.add_argument(
+        option,
+        nargs="+",
+        default=list(known),
+        choices=list(known),
+        metavar=option[2:-1].upper(),
+        help=f"of {', '.join(map(repr, known))}; all unless named",
+    )
+
+
+def refuse_less(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
+    """Ends the program if one of these options is less than it may be."""
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            parser.error(f"--{name} must be at least {value}, got {getattr(args, name)}")
+
+
+def runs_of(benchmark: str) -> dict[Path, dict[str, Any]]:
+    """All records in ``benchmarks/results`` whose names begin so, by path."""
+    paths = sorted(RESULTS.glob(f"{benchmark}_*.json"))
+    return {path: json.loads(path.read_text()) for path in paths}
+
+
+def medians_of(run: dict[str, Any]) -> dict[tuple[str, str, str], float]:
+    return {
+        (one["case"], one["system"], one["metric"]): statistics.median(one["samples"])
+        for one in run["records"]
+    }
+
+
+@contextmanager
+def picture(path: Path, *shape: int, dpi: int = 120, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, to be drawn on inside and saved afterwards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(*shape, layout="constrained", **settings)
+    yield figure, axes
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
 
 
 def _as_text(run: dict[str, Any]) -> str:

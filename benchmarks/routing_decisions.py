@@ -15,7 +15,6 @@ memory than one of as many large blocks, which hold more tokens.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random  # noqa: TID251 - seeded
 import statistics
@@ -25,7 +24,7 @@ import tracemalloc
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import Recorder
+from benchmarks.record import Recorder, parser_of, refuse_less
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
@@ -94,20 +93,13 @@ def index_bytes(num_blocks: int, block_tokens: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Runs the benchmark and returns the path of its record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="few decisions, a small index")
+    parser = parser_of(__doc__, "few decisions, a small index")
     parser.add_argument("--rounds", type=int, default=10, help="by default %(default)s")
     parser.add_argument(
         "--decisions", type=int, default=20_000, help="timed in each round, by default %(default)s"
     )
-    parser.add_argument("--out", help="directory of the record")
     arguments = parser.parse_args(argv)
-    for name, least in (("rounds", 1), ("decisions", 2)):
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
+    refuse_less(parser, arguments, rounds=1, decisions=2)
     rounds, num = (2, 200) if arguments.smoke else (arguments.rounds, arguments.decisions)
     recorder = Recorder("routing_decisions")
     recorder.check(smoke=arguments.smoke)
@@ -125,20 +117,13 @@ def main(argv: list[str] | None = None) -> Path:
             system = f"ours, {num_replicas} replicas"
             for metric, samples in (("decision_p50", p50), ("decision_p99", p99)):
                 recorder.add(case=case, system=system, metric=metric, unit="µs", samples=samples)
-            print(
-                f"{case:12} {system:18} p50 {statistics.median(p50):6.2f} µs, "
-                f"p99 {statistics.median(p99):7.2f} µs"
-            )
     num_blocks = 10_000 if arguments.smoke else 1_000_000
     for block_size in (BLOCK_SIZE, 128):
         per_index_block = max(1, 128 // block_size)
         held = index_bytes(num_blocks // per_index_block, block_size * per_index_block)
         case = f"{num_blocks} cached blocks of {block_size} tokens"
         recorder.add(case=case, system="ours", metric="memory", unit="MiB", samples=[held / MIB])
-        print(f"{case}: {held / MIB:.1f} MiB")
-    path = recorder.write(smoke=arguments.smoke, directory=arguments.out)
-    print(path)
-    return path
+    return recorder.write(smoke=arguments.smoke, directory=arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,36 +14,35 @@ simulation's is of loads over time). ``decision_p50`` is the time until a replic
 case ``grpo-wrapper`` goes through ``vLLMWrapper``, which finds the groups in TorchRL's data; what
 TorchRL's rule makes of a wrapper's prompts is the system ``torchrl, wrapper`` of the other cases.
 
-Without ``--shape``, a tiny checkpoint on CPUs. ``--smoke`` is that in a minute, and means nothing.
+Without ``--shape``, a tiny checkpoint on CPUs, which means nothing; ``--smoke`` is one repetition.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import logging
 import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import ray
-
 from benchmarks import live_engines
-from benchmarks.live_systems import SYSTEMS
+from benchmarks.live_systems import SYSTEMS, WRAPPED, group_rows, run_wrapped
 from benchmarks.live_traffic import CASES, FORCING_BIAS, Scale, least_tokens, once_tokens
-from benchmarks.live_wrapper import WRAPPED, group_rows, run_wrapped
-from benchmarks.record import Recorder
+from benchmarks.record import Recorder, add_choice, parser_of, refuse_less
 from benchmarks.shapes import SHAPES
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
     from benchmarks.live_systems import System
     from benchmarks.live_traffic import Case, Conversation
     from torchrl_vllm_sync import AsyncVLLM
@@ -63,19 +62,6 @@ SMOKE = Scale(
     opening=200,
     reply=60,
     answer=(4, 8),
-)
-CPU = Scale(
-    vocab_size=320,
-    max_model_len=2048,
-    groups=12,
-    sessions=16,
-    turns=5,
-    concurrent=8,
-    strangers=96,
-    prompt=(1400, 1950),
-    opening=600,
-    reply=120,
-    answer=(12, 64),
 )
 GPU = Scale(
     vocab_size=150_000,
@@ -102,18 +88,11 @@ UNITS = {
     "decision_p50": "µs",
     "decision_p99": "µs",
 }
-"""What is recorded of each run of a case, and in which unit."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """What came of one run.
-
-    Attributes:
-        outputs: vLLM's, in no order.
-        latencies_s: Seconds of each.
-        wall_s: Seconds of all, pushes aside.
-    """
+    """What came of one run."""
 
     outputs: list[Any] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
@@ -179,6 +158,11 @@ def run_case(service: AsyncVLLM, system: System, case: Case) -> dict[str, float]
     }
 
 
+def run_named(service: AsyncVLLM, system: str, case: Case) -> dict[str, float]:
+    """The same for a system that begins with nothing remembered."""
+    return run_case(service, SYSTEMS[system](service), case)
+
+
 def check(case: Case, outputs: list[Any], counted: live_engines.PrefillCounts) -> None:
     """Compares answers with the case, and vLLM's counters with its outputs."""
     asked = sum(
@@ -199,9 +183,7 @@ def quantile(values: list[float], share: float) -> float:
 
 def measure(
     recorder: Recorder,
-    service: AsyncVLLM,
-    cases: list[Case],
-    systems: list[str],
+    runs: dict[str, dict[str, Callable[[], dict[str, float]]]],
     repetitions: int,
     deadline: float,
 ) -> None:
@@ -210,75 +192,38 @@ def measure(
     A repetition that would hardly end before ``deadline``, by ``time.perf_counter()``, is not
     begun; the first always is.
     """
-    figures: dict[tuple[str, str], list[dict[str, float]]] = {}
-    order = list(systems)
+    figures: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     taken_s = 0.0
     for number in range(repetitions):
         begin = time.perf_counter()
         if begin + taken_s > deadline:
             print(f"{number} of {repetitions} repetitions fit into the time")
             break
-        for case in cases:
-            for name in order:
-                one = run_case(service, SYSTEMS[name](service), case)
-                figures.setdefault((case.name, name), []).append(one)
-                say(case.name, name, one)
-        order = order[1:] + order[:1]
+        for case, systems in runs.items():
+            order = [*systems]
+            first = number % len(order)
+            for name in order[first:] + order[:first]:
+                figures[case, name].append(systems[name]())
         taken_s = time.perf_counter() - begin
-    record(recorder, figures)
+    for (case, name), found in figures.items():
+        for metric in found[0]:
+            what = {"case": case, "system": name, "metric": metric, "unit": UNITS[metric]}
+            recorder.add(**what, samples=[one[metric] for one in found])
 
 
-def record(recorder: Recorder, figures: dict[tuple[str, str], list[dict[str, float]]]) -> None:
-    """Adds the figures of all repetitions of each case and system."""
-    for (case_name, name), runs in figures.items():
-        for metric in runs[0]:
-            recorder.add(
-                case=case_name,
-                system=name,
-                metric=metric,
-                unit=UNITS[metric],
-                samples=[one[metric] for one in runs],
-            )
-
-
-def measure_wrapped(recorder: Recorder, service: AsyncVLLM, scale: Scale, repetitions: int) -> None:
-    """The same for groups that ``vLLMWrapper`` finds in TorchRL's data."""
+def wrapped_runs(service: AsyncVLLM, scale: Scale) -> dict[str, Callable[[], dict[str, float]]]:
+    """Calls of ``vLLMWrapper``, which finds groups in TorchRL's data, by system."""
     rows = group_rows(scale.groups, scale.prompt[1])
-    figures: dict[str, list[dict[str, float]]] = {}
-    order = list(WRAPPED)
     run_wrapped(service, rows, 1, strategy=None, find_sessions=True)  # to warm TorchRL up
-    for _ in range(repetitions):
-        for name in order:
-            strategy, find_sessions = WRAPPED[name]
-            one = run_wrapped(
-                service, rows, scale.answer[0], strategy=strategy, find_sessions=find_sessions
-            )
-            figures.setdefault(name, []).append(one)
-            say(WRAPPED_CASE, name, one)
-        order = order[1:] + order[:1]
-    record(recorder, {(WRAPPED_CASE, name): runs for name, runs in figures.items()})
-
-
-def say(case: str, system: str, one: dict[str, float]) -> None:
-    """Prints one run's figures."""
-    shown = {
-        "wall_time": "{:7.2f} s",
-        "hit_rate": "hit {:.3f}",
-        "prefilled_over_once": "prefilled/once {:.3f}",
-        "prefilled_over_least": "/least {:.3f}",
-        "imbalance": "imbalance {:.2f}",
-        "latency_p99": "p99 {:.2f} s",
-        "decision_p50": "decision {:.0f} µs",
+    call = partial(run_wrapped, service, rows, scale.answer[0])
+    return {
+        name: partial(call, strategy=strategy, find_sessions=find_sessions)
+        for name, (strategy, find_sessions) in WRAPPED.items()
     }
-    words = [text.format(one[metric]) for metric, text in shown.items() if metric in one]
-    print(f"{case:21} {system:17}", "  ".join(words), flush=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "a minute, on CPUs, meaning nothing")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape, on GPUs")
     parser.add_argument("--replicas", type=int, default=2, help="by default %(default)s")
     parser.add_argument(
@@ -292,14 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"of {', '.join((*CASES, WRAPPED_CASE))}; all if left out, but on GPUs not "
         f"{UPDATE_CASE}, whose pushes go through the CPU",
     )
-    parser.add_argument(
-        "--systems",
-        nargs="+",
-        default=list(SYSTEMS),
-        choices=list(SYSTEMS),
-        metavar="SYSTEM",
-        help=f"of {', '.join(map(repr, SYSTEMS))}; all unless named",
-    )
+    add_choice(parser, "--systems", SYSTEMS)
     parser.add_argument(
         "--execution",
         default="compiled",
@@ -309,12 +247,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=1800.0, help="begin no repetition that would end later"
     )
-    parser.add_argument("--out", type=Path, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="a minute, on CPUs, meaning nothing")
     args = parser.parse_args(argv)
-    for name in ("replicas", "repetitions"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    refuse_less(parser, args, replicas=1, repetitions=1)
     if args.smoke:
         args.repetitions = 1
     if args.cases is None:
@@ -323,33 +257,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and writes the record."""
     args = parse(argv)
     deadline = time.perf_counter() + args.limit_s
     recorder = Recorder(live_engines.record_name("routing_live", args.shape))
     recorder.check(smoke=args.smoke)
-    scale = GPU if args.shape else SMOKE if args.smoke else CPU
-    ray.init(
-        address="local",
-        num_cpus=os.cpu_count(),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-    )
+    scale = GPU if args.shape else SMOKE
     options = live_engines.engine_options(
         execution=args.execution,
         max_model_len=scale.max_model_len,
         max_num_seqs=256 if args.shape else 32,
     )
-    with tempfile.TemporaryDirectory() as directory:
+    with live_engines.local_ray(), tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         with live_engines.launch(path, args.shape, args.replicas, options) as service:
-            cases = [CASES[name](scale) for name in args.cases if name in CASES]
-            if cases:
-                measure(recorder, service, cases, args.systems, args.repetitions, deadline)
-            if WRAPPED_CASE in args.cases:
-                measure_wrapped(recorder, service, scale, args.repetitions)
-    ray.shutdown()
-    print(recorder.write(smoke=args.smoke, directory=args.out))
+            runs = {}
+            for name in args.cases:
+                if name == WRAPPED_CASE:
+                    runs[name] = wrapped_runs(service, scale)
+                    continue
+                case = CASES[name](scale)
+                runs[name] = {one: partial(run_named, service, one, case) for one in args.systems}
+            measure(recorder, runs, args.repetitions, deadline)
+    recorder.write(smoke=args.smoke, directory=args.out)
     return 0
 
 

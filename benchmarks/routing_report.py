@@ -18,7 +18,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, medians_of, picture, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,6 @@ LIVE_SYSTEMS = {
 
 
 def read(path: Path) -> Samples:
-    """The samples of a record."""
     run = json.loads(path.read_text())
     if run["benchmark"] != "routing":
         raise ValueError(f"{path} is a record of {run['benchmark']!r}, not of 'routing'")
@@ -83,12 +82,10 @@ def verdict(percent: float, error: float) -> str:
 
 
 def cases_of(samples: Samples) -> list[str]:
-    """Traces, in the record's order."""
     return list(dict.fromkeys(case for case, _, _ in samples))
 
 
 def systems_of(samples: Samples) -> list[str]:
-    """Policies, in the record's order."""
     return list(dict.fromkeys(system for _, system, _ in samples))
 
 
@@ -122,11 +119,6 @@ def table(samples: Samples) -> str:
 
 def draw(samples: Samples, path: Path) -> None:
     """A heat map: mean makespan of every policy on every trace, over the trace's best."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     cases, systems = cases_of(samples), systems_of(samples)
     means = {
         (case, one): statistics.fmean(samples[case, one, "makespan"])
@@ -136,45 +128,40 @@ def draw(samples: Samples, path: Path) -> None:
     least = {case: min(means[case, one] for one in systems) for case in cases}
     ratios = [[means[case, system] / least[case] for case in cases] for system in systems]
     size = (2.6 + 0.62 * len(cases), 1.6 + 0.3 * len(systems))
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.imshow(ratios, cmap="YlOrRd", vmin=1.0, vmax=1.3, aspect="auto")
-    axes.set_xticks(range(len(cases)), cases, rotation=40, ha="right", fontsize=8)
-    axes.set_yticks(range(len(systems)), systems, fontsize=8)
-    for row, values in enumerate(ratios):
-        for column, value in enumerate(values):
-            ink = "white" if value > 1.18 else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
-    axes.set_title("makespan over the trace's best (colours end at 1.3)", fontsize=9)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    with picture(path, dpi=100, figsize=size) as (_, axes):
+        axes.imshow(ratios, cmap="YlOrRd", vmin=1.0, vmax=1.3, aspect="auto")
+        axes.set_xticks(range(len(cases)), cases, rotation=40, ha="right", fontsize=8)
+        axes.set_yticks(range(len(systems)), systems, fontsize=8)
+        for row, values in enumerate(ratios):
+            for column, value in enumerate(values):
+                ink = "white" if value > 1.18 else "black"
+                axes.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink
+                )
+        axes.set_title("makespan over the trace's best (colours end at 1.3)", fontsize=9)
 
 
 def draw_live(run: dict[str, Any], path: Path) -> None:
     """Bars: median seconds that real engines took under each router."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    medians = {
-        (one["case"], one["system"]): statistics.median(one["samples"])
-        for one in run["records"]
-        if one["metric"] == "wall_time"
-    }
-    figure, panels = pyplot.subplots(1, len(LIVE_CASES), figsize=(9, 2.2), layout="constrained")
-    for axes, (case, title) in zip(panels, LIVE_CASES.items(), strict=True):
-        for place, (system, (label, colour)) in enumerate(LIVE_SYSTEMS.items()):
-            bar = axes.barh(place, medians[case, system], color=colour, label=label)
-            axes.bar_label(bar, fmt=" %.2f s", fontsize=8)
-        axes.set(
-            title=title, yticks=[], xlim=(0, 1.3 * max(medians[case, one] for one in LIVE_SYSTEMS))
+    medians = medians_of(run)
+    with picture(path, 1, len(LIVE_CASES), figsize=(9, 2.2)) as (figure, panels):
+        for axes, (case, title) in zip(panels, LIVE_CASES.items(), strict=True):
+            for place, (system, (label, colour)) in enumerate(LIVE_SYSTEMS.items()):
+                bar = axes.barh(
+                    place, medians[case, system, "wall_time"], color=colour, label=label
+                )
+                axes.bar_label(bar, fmt=" %.2f s", fontsize=8)
+            axes.set(
+                title=title,
+                yticks=[],
+                xlim=(0, 1.3 * max(medians[case, one, "wall_time"] for one in LIVE_SYSTEMS)),
+            )
+            axes.title.set_fontsize(9)
+            axes.invert_yaxis()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False
         )
-        axes.title.set_fontsize(9)
-        axes.invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
     named = parser.parse_args(argv).records
-    for path in [] if named else sorted(RESULTS.glob("routing_live_*.json")):
-        draw_live(json.loads(path.read_text()), path.with_suffix(".png"))
+    for path, run in {} if named else runs_of("routing_live").items():
+        draw_live(run, path.with_suffix(".png"))
     paths = named or recorded(RESULTS)
     if not paths:
         print(f"no record of benchmarks.routing in {RESULTS}; name one, or make one")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import itertools
+import statistics
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,13 @@ import torch.distributed as dist
 from ray.util import get_node_ip_address
 
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
-from benchmarks.token_rates import TokenLog
 from torchrl_vllm_sync import BroadcastTransport, IPCTransport, MemmapTransport, P2PTransport
 from torchrl_vllm_sync.testing import token_log_probs
+from torchrl_vllm_sync.weights.broadcast.group import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchrl_vllm_sync import AsyncVLLM
 
 TRANSPORTS: dict[str, Any] = {
@@ -37,9 +41,7 @@ class RawRank:
 
     def address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return get_node_ip_address(), probe.getsockname()[1]
+        return get_node_ip_address(), free_port(get_node_ip_address())
 
     def run(
         self, where: tuple[str, int], rank: int, world_size: int, num_bytes: int, rounds: int
@@ -70,7 +72,6 @@ class RawRank:
 
 
 def spawn(kind: type, *args: Any, num_gpus: int, **options: Any) -> Any:
-    """Starts an actor of ``kind``."""
     actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0)(kind)
     return actor.remote(*args, **options)
 
@@ -105,7 +106,6 @@ class Trainer:
         with self.device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         self.model.eval()
-        self.num_bytes = sum(one.nbytes for one in self.model.parameters())
         self._transports: dict[str, Any] = {}
         # By name: another copy would get to know the replicas anew.
         self._services: dict[str, AsyncVLLM] = {}
@@ -152,16 +152,7 @@ class Trainer:
         return reports
 
     def end(self, system: str) -> None:
-        """Closes a system's transport."""
         self._transports.pop(system).close()
-
-    def memory(self) -> dict[str, int]:
-        """Peak of allocated bytes beyond the model, since the last call."""
-        if self.device.type != "cuda":
-            return {"extra_bytes": 0}
-        peak = torch.cuda.max_memory_allocated(self.device) - self.num_bytes
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return {"extra_bytes": peak}
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each token after the first, by the trainer's model."""
@@ -194,7 +185,6 @@ def loaded_actor() -> type:
                 await asyncio.sleep(0.01)
 
         def mark(self) -> float:
-            """The actor's clock."""
             return time.perf_counter()
 
         async def receive_broadcast(self, *args: Any, **options: Any) -> dict[str, Any]:
@@ -214,3 +204,60 @@ def loaded_actor() -> type:
             return self._log
 
     return LoadedActor
+
+
+# Begin and end, in seconds of ``time.perf_counter()``.
+Window = tuple[float, float]
+
+
+@dataclass(slots=True)
+class TokenLog:
+    """What one engine's requests produced, and when; times are ``time.perf_counter()``."""
+
+    # When each request's output came, and how many tokens it had by then.
+    requests: list[list[tuple[float, int]]] = field(default_factory=list)
+    # Of each staged push, from the trainer's word to begin to the start of the pause.
+    arrivals: list[Window] = field(default_factory=list)
+
+    def rate(self, window: Window) -> float:
+        """Tokens per second of all requests within ``window``.
+
+        A step that only partly falls into the window counts by that part: windows may be as short
+        as a few steps.
+        """
+        begin, end = window
+        return sum(_produced(one, end) - _produced(one, begin) for one in self.requests) / (
+            end - begin
+        )
+
+    def step_s(self) -> float:
+        """Median seconds between two outputs of a request."""
+        return statistics.median(
+            later - sooner
+            for one in self.requests
+            for (sooner, _), (later, _) in itertools.pairwise(one)
+        )
+
+    def longest_gap_s(self, window: Window) -> float:
+        """Most seconds between two outputs of a request, of gaps that touch ``window``."""
+        begin, end = window
+        return max(
+            (
+                later - sooner
+                for one in self.requests
+                for (sooner, _), (later, _) in itertools.pairwise(one)
+                if later > begin and sooner < end
+            ),
+            default=0.0,
+        )
+
+
+def _produced(request: Sequence[tuple[float, int]], when: float) -> float:
+    """Tokens of ``request`` by then, with a share of those of the step under way."""
+    for (sooner, before), (later, after) in itertools.pairwise(request):
+        if sooner <= when <= later:
+            return before + (after - before) * (when - sooner) / (later - sooner)
+    raise ValueError(
+        f"a request ran from {request[0][0]:.3f} to {request[-1][0]:.3f} s, not at {when:.3f} s: "
+        "run fewer rounds or longer requests"
+    )

@@ -18,11 +18,7 @@ reload.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
-import re
-import statistics
 import sys
 import tempfile
 import time
@@ -36,13 +32,16 @@ import ray
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.record import Recorder
+from benchmarks.live_engines import local_ray, random_options, record_name, start
+from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import SHAPES, save_shape
 from benchmarks.sync_actors import Trainer, loaded_actor, raw_broadcast, spawn
-from torchrl_vllm_sync import AsyncVLLM
 
 if TYPE_CHECKING:
-    from benchmarks.token_rates import TokenLog
+    import argparse
+
+    from benchmarks.sync_actors import TokenLog
+    from torchrl_vllm_sync import AsyncVLLM
 
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p", "p2p-audited")
 # What people run who do not wait for a compiler.
@@ -59,28 +58,22 @@ MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and writes the records; returns the number of systems that failed."""
     args = parse(argv)
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        num_cpus=max(2, os.cpu_count() or 2),
-    )
     failed = 0
-    with tempfile.TemporaryDirectory() as directory:
+    with local_ray(), tempfile.TemporaryDirectory() as directory:
         checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
         num_bytes, raw = size_of(checkpoint), []
         if "raw-nccl" in args.systems:
             receivers = args.replicas * args.tensor_parallel
             raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
-            say(args.model, "raw-nccl", "whole", raw)
         trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
         for decode in args.decode:
-            case = case_of(args, decode)
-            recorder = Recorder("weight_sync_" + re.sub(r"\W", "_", case))
+            sharded = f"-tp{args.tensor_parallel}" if args.tensor_parallel > 1 else ""
+            graphs = "-graphs" if decode == "graphs" else ""
+            case = f"{args.model}-{args.replicas}{sharded}{graphs}"
+            recorder = Recorder(record_name("weight_sync", case))
             if raw:
                 what = {"system": "raw-nccl", "metric": "whole", "unit": "ms"}
                 samples = [1e3 * one for one in raw]
@@ -95,16 +88,8 @@ def main(argv: list[str] | None = None) -> int:
                         traceback.print_exc()
                         failed += 1
                 check(service, trainer, args)
-            print(recorder.write(smoke=args.smoke, directory=args.out), flush=True)
-    ray.shutdown()
+            recorder.write(smoke=args.smoke, directory=args.out)
     return failed
-
-
-def case_of(args: argparse.Namespace, decode: str) -> str:
-    """The name of a case in records."""
-    sharded = f"-tp{args.tensor_parallel}" if args.tensor_parallel > 1 else ""
-    graphs = "-graphs" if decode == "graphs" else ""
-    return f"{args.model}-{args.replicas}{sharded}{graphs}"
 
 
 def size_of(checkpoint: Path) -> int:
@@ -116,8 +101,7 @@ def size_of(checkpoint: Path) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "seconds, on CPUs, meaning nothing")
     parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
@@ -126,8 +110,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--bucket-mib", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="seconds, on CPUs, meaning nothing")
     args = parser.parse_args(argv)
     if args.smoke:
         args.model, args.rounds, args.requests = "tiny", 3, 4
@@ -137,30 +119,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def launch(args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str) -> AsyncVLLM:
     """Starts the replicas with random weights."""
-    engine: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": dtype,
-        "enforce_eager": decode == "eager",
-        "max_model_len": 2048,
-        "max_num_seqs": 64,
+    engine = random_options(dtype, kv_gib=8) | {
         "actor_class": loaded_actor(),
+        "max_num_seqs": 64,
+        "num_replicas": args.replicas,
         "stage_weights": bool({*SYSTEMS[3:]} & {*args.systems}),
-        "verbose": False,
-        "num_cpus_per_replica": 0,
+        "num_devices": args.tensor_parallel,
     }
-    if torch.cuda.is_available():
-        engine |= {"kv_cache_memory_bytes": 8 * 2**30}
-        if decode == "graphs":
-            engine |= {"compilation_config": GRAPHS}
-    else:
-        engine |= {"kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
-        engine |= {"worker_extension_cls": "tests.engine.plain_worker.PlainWorker"}
-    begin = time.perf_counter()
-    service = AsyncVLLM.from_pretrained(
-        str(checkpoint), args.tensor_parallel, num_replicas=args.replicas, **engine
-    )
-    print(f"launched {args.replicas} replicas in {time.perf_counter() - begin:.1f} s", flush=True)
-    return service
+    if not torch.cuda.is_available():
+        engine["worker_extension_cls"] = "tests.engine.plain_worker.PlainWorker"
+    if decode == "graphs":
+        engine["enforce_eager"] = False
+        if torch.cuda.is_available():
+            engine["compilation_config"] = GRAPHS
+    return start(checkpoint, **engine)
 
 
 def measure(
@@ -185,25 +157,18 @@ def measure(
     ray.get(trainer.push.remote(service, system, options, 2), timeout=100)  # to warm up
     print(f"{system}: the first two pushes took {time.perf_counter() - begin:.2f} s", flush=True)
     idle = ray.get(trainer.push.remote(service, system, options, args.rounds), timeout=100)
-    record(recorder, case, system, "", idle)
-    memory = ray.get(trainer.memory.remote(), timeout=60)
-    print(case, system, memory, flush=True)
+    record(recorder, case, system, idle)
     running = f"{case}, {args.requests} running"
     loaded, found = under_load(service, trainer, system, options, args)
-    record(recorder, running, system, "", loaded)
+    record(recorder, running, system, loaded)
     for (metric, unit), samples in found.items():
-        print(f"{case} {system} {metric}: {statistics.median(samples):.2f} {unit}", flush=True)
         recorder.add(case=running, system=system, metric=metric, unit=unit, samples=samples)
     compare(service, trainer, system, options, args)
     ray.get(trainer.end.remote(system), timeout=60)
 
 
 def under_load(
-    service: AsyncVLLM,
-    trainer: Any,
-    system: str,
-    options: dict[str, Any],
-    args: argparse.Namespace,
+    service: AsyncVLLM, trainer: Any, system: str, options: Any, args: argparse.Namespace
 ) -> tuple[list[dict[str, float]], dict[tuple[str, str], list[float]]]:
     """Pushes while every replica runs requests; returns reports, and samples by metric and unit.
 
@@ -249,42 +214,19 @@ def mark(service: AsyncVLLM) -> list[float]:
     return ray.get([one.mark.remote() for one in service.actors], timeout=30)
 
 
-def record(
-    recorder: Recorder, case: str, system: str, prefix: str, reports: list[dict[str, float]]
-) -> None:
+def record(recorder: Recorder, case: str, system: str, reports: list[dict[str, float]]) -> None:
     """Adds every phase that took any time."""
     for name in reports[0]:
-        samples = [one[name] for one in reports]
+        samples = [1e3 * one[name] for one in reports]
         if name == "plan":
             print(case, system, "by plan" if all(samples) else "layerwise", flush=True)
         elif any(samples):
-            metric = prefix + name.removesuffix("_s")
-            if name in ("whole_pause_s", "load_s", "push_s", "stage_s", "pause_s", "resume_s"):
-                say(case, system, metric, samples)
-            recorder.add(
-                case=case,
-                system=system,
-                metric=metric,
-                unit="ms",
-                samples=[1e3 * one for one in samples],
-            )
-
-
-def say(case: str, system: str, metric: str, samples: list[float]) -> None:
-    """Prints one measurement; samples are in seconds."""
-    low, middle, high = min(samples), statistics.median(samples), max(samples)
-    print(
-        f"{case} {system} {metric}: {1e3 * middle:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f})",
-        flush=True,
-    )
+            metric = name.removesuffix("_s")
+            recorder.add(case=case, system=system, metric=metric, unit="ms", samples=samples)
 
 
 def compare(
-    service: AsyncVLLM,
-    trainer: Any,
-    system: str,
-    options: dict[str, Any],
-    args: argparse.Namespace,
+    service: AsyncVLLM, trainer: Any, system: str, options: Any, args: argparse.Namespace
 ) -> None:
     """Trains, pushes, and compares what the engines compute with the trainer."""
     ray.get(trainer.train.remote(args.systems.index(system)), timeout=100)

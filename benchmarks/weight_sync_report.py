@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, medians_of, picture, runs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,12 +36,6 @@ PHASES = {
 }
 
 
-def records(paths: list[Path] | None = None) -> list[dict[str, Any]]:
-    """Reads weight-sync records, those in ``benchmarks/results`` unless told otherwise."""
-    chosen = sorted(RESULTS.glob("weight_sync_*.json")) if paths is None else paths
-    return [json.loads(path.read_text()) for path in chosen]
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """A Markdown table of medians: of the whole pause in milliseconds, idle and under load.
 
@@ -53,7 +45,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     """
     lines = list(HEADS)
     for run in runs:
-        medians = _medians(run)
+        medians = medians_of(run)
         case = min((one for one, _, _ in medians), key=len)
         loaded = next((one for one, _, _ in medians if one.startswith(f"{case}, ")), case)
         cells = [
@@ -77,85 +69,74 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
     """Draws the whole pause of idle engines for each case and system, the least bytes first."""
     found = {}
     for run in runs:
-        medians = _medians(run)
+        medians = medians_of(run)
         case = min((one for one, _, _ in medians), key=len)
         of_systems = [medians.get((case, one, "whole_pause")) for one in SYSTEMS[1:]]
         found[case] = [medians.get((case, "raw-nccl", "whole")), *of_systems]
     cases = sorted(found, key=lambda case: found[case][0])
 
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
-    for at, (label, colour) in enumerate(PAUSES.items()):
-        points = [(place, found[case][at]) for place, case in enumerate(cases) if found[case][at]]
-        axes.scatter(*([one[i] for one in points] for i in (0, 1)), color=colour, label=label)
-        for place, pause in points:
-            text = f"{pause:.0f}" if pause > 100 else f"{pause:.1f}"
-            left = label.startswith("raw")  # it lies beside the broadcast's
-            where = {"ha": "right" if left else "left", "va": "center"}
-            axes.text(
-                place + (-0.06 if left else 0.06), pause, text, color=colour, fontsize=8, **where
-            )
-    axes.set_yscale("log")
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_xlim(-0.5, len(cases) - 0.5)
-    axes.set_xticks(range(len(cases)), cases)
-    axes.set_ylabel("pause of idle engines, ms")
-    figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, figsize=(8, 3.2)) as (figure, axes):
+        for at, (label, colour) in enumerate(PAUSES.items()):
+            points = [
+                (place, found[case][at]) for place, case in enumerate(cases) if found[case][at]
+            ]
+            axes.scatter(*([one[i] for one in points] for i in (0, 1)), color=colour, label=label)
+            for place, pause in points:
+                text = f"{pause:.0f}" if pause > 100 else f"{pause:.1f}"
+                left = label.startswith("raw")  # it lies beside the broadcast's
+                where = {"ha": "right" if left else "left", "va": "center"}
+                axes.text(
+                    place + (-0.06 if left else 0.06),
+                    pause,
+                    text,
+                    color=colour,
+                    fontsize=8,
+                    **where,
+                )
+        axes.set_yscale("log")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_xlim(-0.5, len(cases) - 0.5)
+        axes.set_xticks(range(len(cases)), cases)
+        axes.set_ylabel("pause of idle engines, ms")
+        figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
 
 
 def timeline(run: dict[str, Any], path: Path) -> None:
     """Draws one push to idle engines of each system, by the medians of its phases."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    medians = _medians(run)
+    medians = medians_of(run)
     case = min((one for one, _, _ in medians), key=len)
-    figure, axes = pyplot.subplots(figsize=(8, 2.4), layout="constrained")
     rows = []
-    if (whole := medians.get((case, "raw-nccl", "whole"))) is not None:
-        axes.barh(0, whole, color="tab:blue", label="bare broadcast")
-        rows.append("raw NCCL")
-    for system in SYSTEMS[1:]:
-        if (case, system, "whole_pause") not in medians:
-            continue
-        left = 0.0
-        for phase, (label, colour) in PHASES.items():
-            width = medians.get((case, system, phase), 0.0)
-            new = label not in axes.get_legend_handles_labels()[1]
-            if width:
-                axes.barh(len(rows), width, left=left, color=colour, label=label if new else None)
-            left += width
-        rows.append(system)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"ms, one push to idle engines, {case} on {run['hardware']}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=5, fontsize=7, frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _medians(run: dict[str, Any]) -> dict[tuple[str, str, str], float]:
-    return {
-        (one["case"], one["system"], one["metric"]): statistics.median(one["samples"])
-        for one in run["records"]
-    }
+    with picture(path, figsize=(8, 2.4)) as (_, axes):
+        if (whole := medians.get((case, "raw-nccl", "whole"))) is not None:
+            axes.barh(0, whole, color="tab:blue", label="bare broadcast")
+            rows.append("raw NCCL")
+        for system in SYSTEMS[1:]:
+            if (case, system, "whole_pause") not in medians:
+                continue
+            left = 0.0
+            for phase, (label, colour) in PHASES.items():
+                width = medians.get((case, system, phase), 0.0)
+                new = label not in axes.get_legend_handles_labels()[1]
+                if width:
+                    axes.barh(
+                        len(rows), width, left=left, color=colour, label=label if new else None
+                    )
+                left += width
+            rows.append(system)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"ms, one push to idle engines, {case} on {run['hardware']}")
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=5, fontsize=7, frameon=False
+        )
 
 
 def main() -> int:
-    """Prints the table and draws the pictures."""
-    paths = sorted(RESULTS.glob("weight_sync_*.json"))
-    for path, run in zip(paths, records(paths), strict=True):
+    runs = runs_of("weight_sync")
+    for path, run in runs.items():
         timeline(run, path.with_suffix(".png"))
-    pauses(records(paths), RESULTS / "weight_sync_pauses.png")
-    print(table(records(paths)), end="")
+    pauses([*runs.values()], RESULTS / "weight_sync_pauses.png")
+    print(table([*runs.values()]), end="")
     return 0
 
 

@@ -33,9 +33,8 @@ from torchrl_vllm_sync.weights.source import current_device, home_device, views_
 from torchrl_vllm_sync.weights.transport import GRACE_S, failed, raise_exceptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torchrl_vllm_sync.replica import EngineDescription
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, PendingCalls, Push, ReplicaClient
 
@@ -53,12 +52,7 @@ WATCH_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How tensors are packed; both sides must agree.
-
-    Attributes:
-        buffer_bytes: Bytes after which a pack is sent; its last tensor may go beyond.
-        num_buffers: Packs under way at a time.
-    """
+    """How tensors are packed; both sides must agree."""
 
     buffer_bytes: int
     num_buffers: int
@@ -137,13 +131,6 @@ class VLLMNCCLTransport:
 
     vLLM's NCCL has no time limit on the workers' side. When a push breaks off in the middle, this
     side leaves it in time and says so; a replica that is still in it is stale, and can be lost.
-
-    Args:
-        buffer_bytes: Bytes after which a pack is sent.
-        num_buffers: Packs under way at a time; by default as many as the engines' vLLM receives
-            correctly: 1 before 0.33, 2 from then on.
-        device: The trainer's CUDA device; by default the one that the weights are on.
-        join_timeout_s: Seconds within which everybody must have come to the rendezvous.
     """
 
     name = "vllm-nccl"
@@ -176,13 +163,7 @@ class VLLMNCCLTransport:
         self._awaited: dict[str, str] = {}
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
-        """Forms the group with the workers of all replicas that are alive; nothing if it stands.
-
-        Raises:
-            TransferError: Nobody is there to join, or not everybody came in time.
-            UnsupportedArgumentError: The trainer or an engine is not on a CUDA device, or the
-                engines run different versions of vLLM.
-        """
+        """Forms the group with the workers of all replicas that are alive; nothing if it stands."""
         client, awaited = members.client, dict(members.incarnations)
         if self._group is not None:
             home = None if self._given_device else home_device(source, "cuda")
@@ -191,7 +172,12 @@ class VLLMNCCLTransport:
             self._leave()
         self._awaited = awaited
         alive = members.describe()
-        self._vllm_version = _one_version(alive)
+        versions = {one.vllm_version for one in alive.values()}
+        if len(versions) > 1:
+            raise UnsupportedArgumentError(
+                f"the engines must run one version of vLLM, these run {sorted(versions)}"
+            )
+        (self._vllm_version,) = versions
         self._device = self._device_for(source, {one.device_type for one in alive.values()})
         self._packing = Packing.for_version(
             self._vllm_version, self._buffer_bytes, self._num_buffers
@@ -227,11 +213,7 @@ class VLLMNCCLTransport:
             raise
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
-        """Broadcasts one version, also to replicas that hold it already.
-
-        Raises:
-            WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
-        """
+        """Broadcasts one version, also to replicas that hold it already."""
         begin, times, source = time.perf_counter(), push.times, push.source
         deadline = time.monotonic() + push.timeout_s
         for name, tensor in views_of(source) or ():
@@ -248,7 +230,16 @@ class VLLMNCCLTransport:
             clear_cache=push.clear_cache,
             timeout_s=push.timeout_s,
         )
-        failure = self._transfer(source, calls, deadline)
+        failure, group, packing = None, self._group, self._packing
+        try:
+            self._watched(
+                "the transfer",
+                lambda: broadcast(self._pairs(source), group, packing),
+                calls,
+                deadline,
+            )
+        except SyncError as error:
+            failure = error
         sent = time.perf_counter()
         left = GRACE_S if failure else max(deadline - time.monotonic(), 0.0) + GRACE_S
         answers = calls.answers(left)
@@ -271,22 +262,6 @@ class VLLMNCCLTransport:
             with contextlib.suppress(ServiceClosedError):  # engines that are gone need nothing
                 self._client.call_replicas("use_transfer_engine", deadline_s=SHORT_TIMEOUT_S)
         self._forget()
-
-    def _transfer(
-        self, source: WeightSource, calls: PendingCalls, deadline: float
-    ) -> SyncError | None:
-        """Sends everything; returns what went wrong on this side."""
-        group, packing = self._group, self._packing
-        try:
-            self._watched(
-                "the transfer",
-                lambda: broadcast(self._pairs(source), group, packing),
-                calls,
-                deadline,
-            )
-        except SyncError as error:
-            return error
-        return None
 
     def _pairs(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors as the receivers expect them: in order, in the model's dtypes."""
@@ -351,12 +326,3 @@ def watched(what: str, call: Callable[[], Any], pending: PendingCalls, deadline:
         raise
     except Exception as error:
         raise TransferError(f"{what} broke off: {type(error).__name__}: {error}") from error
-
-
-def _one_version(engines: Mapping[str, EngineDescription]) -> str:
-    versions = {one.vllm_version for one in engines.values()}
-    if len(versions) > 1:
-        raise UnsupportedArgumentError(
-            f"the engines must run one version of vLLM, these run {sorted(versions)}"
-        )
-    return versions.pop()

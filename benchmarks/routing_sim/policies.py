@@ -1,4 +1,4 @@
-"""Routers to compare, and what the simulated cluster and a router know of each other.
+"""Routers to compare.
 
 A policy stands for one router. It learns nothing but what a router in its place would: the requests
 that pass through it, their answers, and what engines report now and then. This library's balancer
@@ -11,104 +11,72 @@ that they name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
-from benchmarks.routing_sim.scenario import BlockKeys
+from benchmarks.routing_sim.traces import BlockKeys
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
+    from benchmarks.routing_sim.engine import EngineCosts
     from torchrl_vllm_sync import Reservation
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What is known of the engines from the start.
-
-    Attributes:
-        replica_ids: Ids of the replicas at the start.
-        block_size: Tokens in a KV-cache block.
-        num_kv_blocks: KV-cache blocks of each replica.
-    """
-
-    replica_ids: tuple[int, ...]
-    block_size: int
-    num_kv_blocks: int
+    from torchrl_vllm_sync.replica import EngineReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimRequest:
-    """One request as its router sees it.
-
-    Attributes:
-        request_id: Unique in a trace.
-        tokens: The prompt's ids: int32 of shape ``(num_tokens,)``, not to be written to.
-        session_id: Conversation; -1 if the trace has none.
-        group_id: Group of requests with the same prompt; -1 if the trace has none.
-    """
+    """One request as its router sees it; a trace may have no sessions or groups."""
 
     request_id: int
     tokens: np.ndarray
-    session_id: int = -1
-    group_id: int = -1
+    session_id: int | None = None
+    group_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """What an engine reports of itself.
+class Policy:
+    """One router, which counts its requests in flight.
 
-    Attributes:
-        num_running: Requests in its batch.
-        num_waiting: Requests that wait.
-        kv_cache_usage: Share of its KV blocks that requests hold, 0 to 1.
-        weight_version: Version of its weights.
+    ``now`` is the simulated time in seconds, and never decreases.
     """
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    weight_version: int
-
-
-class Policy(Protocol):
-    """One router. ``now`` is the simulated time in seconds, and never decreases."""
+    def __init__(self, num_replicas: int, costs: EngineCosts, seed: int) -> None:
+        self.in_flight = [0] * num_replicas
 
     def choose(self, request: SimRequest, now: float) -> int:
         """Id of the replica for a request, which is sent there at once."""
-        ...
+        replica_id = self.pick(request)
+        self.in_flight[replica_id] += 1
+        return replica_id
+
+    def pick(self, request: SimRequest) -> int:
+        raise NotImplementedError
 
     def finish(self, request: SimRequest, replica_id: int, output: np.ndarray, now: float) -> None:
         """A request has ended; ``output`` has its tokens (int32)."""
-        ...
+        self.in_flight[replica_id] -= 1
 
-    def end_session(self, session_id: int, now: float) -> None:
+    def end_session(self, session_id: int) -> None:
         """A session sends no more requests."""
-        ...
 
-    def report(self, replica_id: int, figures: EngineFigures, asked_at: float, now: float) -> None:
-        """An engine's figures of the time ``asked_at`` have arrived."""
-        ...
+    def report(self, report: EngineReport, now: float) -> None:
+        """An engine's figures have arrived."""
 
 
-PolicyFactory: TypeAlias = "Callable[[Cluster, int], Policy]"
-"""Makes a policy from what is known of the cluster and a seed."""
-
-
-class OwnBalancer:
+class OwnBalancer(Policy):
     """``LoadBalancer`` as a service makes it, with no change but its clock."""
 
-    def __init__(self, cluster: Cluster, seed: int, **settings: Any) -> None:
-        self._cluster, self._now = cluster, 0.0
+    def __init__(self, num_replicas: int, costs: EngineCosts, seed: int) -> None:
+        self._now = 0.0
         self.load = LoadTracker([], clock=lambda: self._now)
-        for replica_id in cluster.replica_ids:
-            self._add(replica_id)
-        self._balancer = LoadBalancer(self, seed=seed, **settings)
+        for replica_id in map(str, range(num_replicas)):
+            self.load.add(replica_id, ReplicaState.SERVING)
+            self.load.describe(
+                replica_id, block_size=costs.block_size, num_kv_blocks=costs.num_kv_blocks
+            )
+        self._balancer = LoadBalancer(self, seed=seed)
         self._places: dict[int, Reservation] = {}
 
     @property
@@ -117,89 +85,36 @@ class OwnBalancer:
         return list(self.load.replica_ids)
 
     def choose(self, request: SimRequest, now: float) -> int:
-        """Reserves a place, as a service does for each request."""
         self._now = now
         place = self._balancer.reserve(
-            request.tokens,
-            session_id=None if request.session_id < 0 else request.session_id,
-            group_id=None if request.group_id < 0 else request.group_id,
+            request.tokens, session_id=request.session_id, group_id=request.group_id
         )
         self._places[request.request_id] = place
         return int(place.replica_id)
 
     def finish(self, request: SimRequest, replica_id: int, output: np.ndarray, now: float) -> None:
-        """Gives the place back, with the answer."""
         self._now = now
         self._places.pop(request.request_id).release([output])
 
-    def end_session(self, session_id: int, now: float) -> None:
-        """Releases the session, as ``vLLMWrapper`` does."""
+    def end_session(self, session_id: int) -> None:
         self._balancer.release_sessions(session_id)
 
-    def report(self, replica_id: int, figures: EngineFigures, asked_at: float, now: float) -> None:
-        """Takes what the background monitor would bring."""
+    def report(self, report: EngineReport, now: float) -> None:
         self._now = now
-        report = EngineReport(
-            replica_id=str(replica_id),
-            state=ReplicaState.SERVING,
-            weight_version=figures.weight_version,
-            num_unfinished=figures.num_running + figures.num_waiting,
-            num_running=figures.num_running,
-            num_waiting=figures.num_waiting,
-            kv_cache_usage=figures.kv_cache_usage,
-        )
-        self.load.observe(report, asked_at=asked_at)
-
-    def _add(self, replica_id: int) -> None:
-        self.load.add(str(replica_id), ReplicaState.SERVING)
-        self.load.describe(
-            str(replica_id),
-            block_size=self._cluster.block_size,
-            num_kv_blocks=self._cluster.num_kv_blocks,
-        )
+        self.load.observe(report, asked_at=now)
 
 
-class CountingPolicy:
-    """A router that counts its requests in flight, in the order in which replicas were named."""
-
-    def __init__(self, cluster: Cluster, seed: int) -> None:
-        self.in_flight = dict.fromkeys(cluster.replica_ids, 0)
-
-    def choose(self, request: SimRequest, now: float) -> int:
-        """Id of the replica for a request; the request counts from here on."""
-        replica_id = self.pick(request)
-        self.in_flight[replica_id] += 1
-        return replica_id
-
-    def pick(self, request: SimRequest) -> int:
-        """Id of the replica for a request."""
-        raise NotImplementedError
-
-    def finish(self, request: SimRequest, replica_id: int, output: np.ndarray, now: float) -> None:
-        """A request has ended."""
-        self.in_flight[replica_id] -= 1
-
-    def end_session(self, session_id: int, now: float) -> None:
-        """A session sends no more requests."""
-
-    def report(self, replica_id: int, figures: EngineFigures, asked_at: float, now: float) -> None:
-        """An engine's figures, which none of these routers reads."""
-
-
-class RoundRobin(CountingPolicy):
+class RoundRobin(Policy):
     """The next replica, whoever asks."""
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
-        super().__init__(cluster, seed)
-        self._turn = 0
+    _turn = -1
 
     def pick(self, request: SimRequest) -> int:
-        """The next replica."""
         self._turn += 1
-        return list(self.in_flight)[(self._turn - 1) % len(self.in_flight)]
+        return self._turn % len(self.in_flight)
 
 
-class TorchRLRule(CountingPolicy):
+class TorchRLRule(Policy):
     """The hash of the first eight tokens, modulo the number of replicas.
 
     Source: ``torchrl/modules/llm/backends/vllm/vllm_async.py`` of TorchRL 0.14.1, ``LoadBalancer``
@@ -212,12 +127,11 @@ class TorchRLRule(CountingPolicy):
     """
 
     def pick(self, request: SimRequest) -> int:
-        """The replica that the prompt's beginning belongs to."""
         prefix = tuple(request.tokens[:8].tolist())
-        return list(self.in_flight)[hash(prefix) % len(self.in_flight)]  # of ints: no salt
+        return hash(prefix) % len(self.in_flight)  # of ints: no salt
 
 
-class LMetric(CountingPolicy):
+class LMetric(Policy):
     """The least product of the tokens that a replica has not seen and its requests plus one.
 
     Source: sgl-project/sglang, ``sgl-model-gateway/src/policies/lmetric.rs`` at acaa759, which
@@ -229,31 +143,30 @@ class LMetric(CountingPolicy):
     the limit of 2**26 characters a replica.
     """
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
-        super().__init__(cluster, seed)
-        self._block_size = cluster.block_size
-        self._names = BlockKeys(cluster.block_size)
-        self._seen: dict[int, set[object]] = {one: set() for one in cluster.replica_ids}
+    def __init__(self, num_replicas: int, costs: EngineCosts, seed: int) -> None:
+        super().__init__(num_replicas, costs, seed)
+        self._block_size = costs.block_size
+        self._keys = BlockKeys(costs.block_size)
+        self._seen: list[set[object]] = [set() for _ in range(num_replicas)]
 
     def pick(self, request: SimRequest) -> int:
-        """The least product."""
         num_tokens = len(request.tokens)
-        names: list[object] = list(self._names.of(request.tokens))
+        names: list[object] = list(self._keys.of(request.tokens))
         if rest := num_tokens % self._block_size:  # counts as a block
             names.append((names[-1] if names else -1, request.tokens[-rest:].tobytes()))
-        best = None
-        for order, (replica_id, load) in enumerate(self.in_flight.items()):
-            seen = self._seen[replica_id]
+
+        def cost(replica_id: int) -> tuple[int, int, int]:
+            seen, load = self._seen[replica_id], self.in_flight[replica_id]
             known = next((at for at, name in enumerate(names) if name not in seen), len(names))
             unseen = num_tokens - min(known * self._block_size, num_tokens)
-            key = (unseen * (load + 1), load, unseen, order, replica_id)
-            best = key if best is None else min(best, key)
-        assert best is not None
-        self._seen[best[-1]].update(names)
-        return best[-1]
+            return unseen * (load + 1), load, unseen
+
+        best = min(range(len(self._seen)), key=cost)
+        self._seen[best].update(names)
+        return best
 
 
-POLICIES: dict[str, PolicyFactory] = {
+POLICIES: dict[str, type[Policy]] = {
     "ours": OwnBalancer,
     "round-robin": RoundRobin,
     "lmetric": LMetric,

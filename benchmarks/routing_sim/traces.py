@@ -1,230 +1,177 @@
-"""The traces: kinds of rollout traffic, each made of a seed alone.
+"""The traces: kinds of rollout traffic on 8 replicas, each made of a seed alone.
 
-* ``grpo``: groups of 8 samples of one prompt, routers see the group. ``grpo-unkeyed``: they see
-  the prompt alone. ``grpo-long``: answers so long that caches fill up. ``grpo-updates``: new
-  weights by the clock.
+* ``grpo``: groups of 8 samples of one prompt, routers see the group.
 * ``agents``: conversations with tools, in groups that share a task, all with one system prompt;
-  routers see session and group. ``agents-unkeyed``, ``agents-updates``: as above. ``agents-open``:
-  sessions arrive by the clock, whether others have ended or not.
+  routers see session and group. ``agents-updates``: the same while weights change by the clock.
 * ``shared-prompt``: strangers behind one long system prompt, without keys.
 * ``hot-group``: half of all sessions share one prompt, and a few are very long.
-* ``routers-100ms``, ``-1000ms``: ``agents-unkeyed`` through four routers that share
-  nothing and hear of engines so late. ``routers-lost``: 100 ms late, and half of it never.
+
+A session's whole text is one array. The prompt of each turn is a prefix of it, the turn's output
+follows, and then what a tool or a user says next; so every policy gets the same bytes, whatever it
+does, and no prompt is copied.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from benchmarks.routing_sim.scenario import Reports, Scenario, Session, Turn, Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TraceFactory: TypeAlias = "Callable[[int, bool], Scenario]"
-
+Keys = Literal["session", "group", "none"]
 _VOCABULARY = 32_000
 
 
-def grpo(
-    seed: int,
-    *,
-    num_groups: int = 128,
-    group_size: int = 8,
-    concurrency: int = 768,
-    num_replicas: int = 8,
-    header_len: int = 64,
-    prompt_median: float = 500.0,
-    output_median: float = 900.0,
-    output_sigma: float = 0.8,
-    max_output: int = 8192,
-    keys: Literal["session", "group", "none"] = "group",
-    name: str = "grpo",
-) -> Scenario:
-    """Single-turn GRPO: groups of samples of one prompt, all prompts with a short common header.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session; the next one follows ``tool_s`` seconds after the answer."""
 
-    Prompt lengths are lognormal with a sigma of 0.6 over ``prompt_median``, output lengths with
-    ``output_sigma`` over ``output_median``, cut at ``max_output`` tokens.
+    prompt_len: int
+    output_len: int
+    tool_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """A conversation, or a single request, of a group that begins with the same prompt."""
+
+    session_id: int
+    group_id: int
+    tokens: np.ndarray
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One trace."""
+
+    sessions: tuple[Session, ...]
+    num_replicas: int
+    concurrency: int  # sessions at a time; the next starts when one ends
+    keys: Keys = "session"  # what routers see
+    update_every_s: float | None = None  # from one update of the weights to the next
+
+
+class BlockKeys:
+    """Chained keys of full blocks: equal exactly if the blocks and all before them are.
+
+    Keys are numbers in order of appearance, kept in one table, so nothing collides and nothing
+    depends on Python's hash seed.
     """
+
+    def __init__(self, block_size: int) -> None:
+        self._width = 4 * block_size
+        self._table: dict[tuple[bytes, bytes], bytes] = {}
+
+    def of(self, tokens: np.ndarray) -> list[bytes]:
+        """Keys of the full blocks of ``tokens``."""
+        data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
+        key = b""
+        keys = []
+        for start in range(0, len(data) - self._width + 1, self._width):
+            block = data[start : start + self._width]
+            key = self._table.setdefault((key, block), len(self._table).to_bytes(8, "big"))
+            keys.append(key)
+        return keys
+
+
+def grpo(seed: int, smoke: bool) -> Scenario:
+    """All prompts begin with a short common header."""
     generator = np.random.default_rng([seed, 10])
-    header = _tokens(generator, header_len)
+    num_groups, group_size, output_median = (12, 4, 60.0) if smoke else (128, 8, 900.0)
+    header = _tokens(generator, 64)
     sessions = []
     for group in range(num_groups):
-        prompt = np.concatenate(
-            [header, _tokens(generator, _length(generator, prompt_median, 0.6))]
-        )
+        prompt = np.concatenate([header, _tokens(generator, _length(generator, 500.0, 0.6))])
         for number in range(group_size):
-            output_len = _length(generator, output_median, output_sigma, max_output)
+            output_len = _length(generator, output_median, 0.8, 8192)
             text = np.concatenate([prompt, _tokens(generator, output_len)])
             turns = (Turn(len(prompt), output_len),)
             sessions.append(Session(group * group_size + number, group, text, turns))
-    return Scenario(
-        name=name,
-        sessions=tuple(sessions),
-        num_replicas=num_replicas,
-        concurrency=concurrency,
-        keys=keys,
-    )
+    return _scenario(sessions, smoke, concurrency=(32, 768), keys="group")
 
 
-def agents(
-    seed: int,
-    *,
-    num_groups: int = 48,
-    group_size: int = 8,
-    concurrency: int = 160,
-    num_replicas: int = 8,
-    system_len: int = 3000,
-    task_median: float = 400.0,
-    mean_turns: float = 10.0,
-    output_median: float = 500.0,
-    tool_median: float = 500.0,
-    tool_s_median: float = 2.0,
-    max_context: int = 15_000,
-    keys: Literal["session", "group", "none"] = "session",
-    name: str = "agents",
-) -> Scenario:
-    """Multi-turn agents: groups of sessions that share a task, all with one system prompt.
-
-    Turns are Poisson about ``mean_turns``; a turn's answer, its tool's answer and the tool's time
-    are lognormal with a sigma of 0.7, 0.9 and 1 over their medians. A session that comes to
-    ``max_context`` tokens ends.
-    """
+def agents(seed: int, smoke: bool) -> Scenario:
     generator = np.random.default_rng([seed, 11])
+    num_groups, group_size = (6, 4) if smoke else (48, 8)
+    system_len, mean_turns = (1000, 4.0) if smoke else (3000, 10.0)
+    medians = (60.0, 500.0, 0.3) if smoke else (500.0, 500.0, 2.0)
     system = _tokens(generator, system_len)
     sessions = []
     for group in range(num_groups):
-        task = _tokens(generator, _length(generator, task_median, 0.6))
+        task = _tokens(generator, _length(generator, 400.0, 0.6))
         prompt = np.concatenate([system, task])
         for number in range(group_size):
             num_turns = max(int(generator.poisson(mean_turns)), 1)
+            session_id = group * group_size + number
             sessions.append(
-                _conversation(
-                    generator,
-                    group * group_size + number,
-                    group,
-                    prompt,
-                    num_turns,
-                    output_median=output_median,
-                    tool_median=tool_median,
-                    tool_s_median=tool_s_median,
-                    max_context=max_context,
-                )
+                _conversation(generator, session_id, group, prompt, num_turns, medians, 15_000)
             )
-    return Scenario(
-        name=name,
-        sessions=tuple(sessions),
-        num_replicas=num_replicas,
-        concurrency=concurrency,
-        keys=keys,
-    )
+    return _scenario(sessions, smoke, concurrency=(12, 160))
 
 
-def open_agents(
-    seed: int,
-    *,
-    rate: float = 1.6,
-    name: str = "agents-open",
-    **settings: Any,
-) -> Scenario:
-    """The sessions of :func:`agents` by the clock: ``rate`` of them start a second (Poisson)."""
-    scenario = agents(seed, name=name, **settings)
-    generator = np.random.default_rng([seed, 14])
-    arrivals = np.cumsum(generator.exponential(1 / rate, len(scenario.sessions))).tolist()
-    sessions = tuple(
-        replace(session, arrival_s=arrival_s)
-        for session, arrival_s in zip(scenario.sessions, arrivals, strict=True)
-    )
-    return replace(scenario, sessions=sessions, concurrency=None)
+def agents_updates(seed: int, smoke: bool) -> Scenario:
+    return replace(agents(seed, smoke), update_every_s=3.0 if smoke else 30.0)
 
 
-def shared_prompt(
-    seed: int,
-    *,
-    num_sessions: int = 2000,
-    concurrency: int = 512,
-    num_replicas: int = 8,
-    system_len: int = 6000,
-    question_median: float = 150.0,
-    output_median: float = 300.0,
-    name: str = "shared-prompt",
-) -> Scenario:
-    """Many strangers behind one long system prompt: single turns that share nothing else.
-
-    Nobody has a key, so a router sees only that all prompts begin alike.
-    """
+def shared_prompt(seed: int, smoke: bool) -> Scenario:
+    """Single turns; without keys a router sees only that all prompts begin alike."""
     generator = np.random.default_rng([seed, 12])
-    system = _tokens(generator, system_len)
+    num_sessions, output_median = (60, 60.0) if smoke else (2000, 300.0)
+    system = _tokens(generator, 6000)
     sessions = []
     for number in range(num_sessions):
-        question = _tokens(generator, _length(generator, question_median, 0.8))
+        question = _tokens(generator, _length(generator, 150.0, 0.8))
         output_len = _length(generator, output_median, 0.8, 4096)
         text = np.concatenate([system, question, _tokens(generator, output_len)])
-        turns = (Turn(system_len + len(question), output_len),)
+        turns = (Turn(len(system) + len(question), output_len),)
         sessions.append(Session(number, number, text, turns))
-    return Scenario(
-        name=name,
-        sessions=tuple(sessions),
-        num_replicas=num_replicas,
-        concurrency=concurrency,
-        keys="none",
-    )
+    return _scenario(sessions, smoke, concurrency=(24, 512), keys="none")
 
 
-def hot_group(
-    seed: int,
-    *,
-    num_sessions: int = 600,
-    share: float = 0.5,
-    concurrency: int = 240,
-    num_replicas: int = 8,
-    prompt_len: int = 4000,
-    max_turns: int = 40,
-    max_context: int = 30_000,
-    name: str = "hot-group",
-) -> Scenario:
-    """One hot group, and sessions with heavy tails, made to hurt what pins or follows prefixes.
-
-    ``share`` of the sessions belong to one group with one long prompt, the others to groups of
-    four. The number of turns is Pareto with exponent 1.2, from 2 on, so a few sessions last many
-    times as long as the rest.
-    """
+def hot_group(seed: int, smoke: bool) -> Scenario:
+    """Turns are Pareto with exponent 1.2, from 2 on: made to hurt what pins or follows prefixes."""
     generator = np.random.default_rng([seed, 13])
-    hot = _tokens(generator, prompt_len)
-    other = hot
+    num_sessions, max_turns = (24, 12) if smoke else (600, 40)
+    hot = other = _tokens(generator, 4000)
     sessions = []
-    members = generator.permutation(num_sessions) < share * num_sessions
+    members = generator.permutation(num_sessions) < num_sessions / 2
     cold = 0
     for number in range(num_sessions):
         if members[number]:
             group, prompt = 0, hot
         else:
             if cold % 4 == 0:
-                other = _tokens(generator, prompt_len // 4)
+                other = _tokens(generator, 1000)
             group, prompt = 1 + cold // 4, other
             cold += 1
         num_turns = min(int(2 * (1 + generator.pareto(1.2))), max_turns)
-        sessions.append(
-            _conversation(
-                generator,
-                number,
-                group,
-                prompt,
-                num_turns,
-                output_median=250.0,
-                tool_median=150.0,
-                tool_s_median=1.0,
-                max_context=max_context,
-            )
-        )
+        medians = (250.0, 150.0, 1.0)
+        sessions.append(_conversation(generator, number, group, prompt, num_turns, medians, 30_000))
+    return _scenario(sessions, smoke, concurrency=(12, 240))
+
+
+# Called with the seed and whether it is to be small.
+TRACES: dict[str, Callable[[int, bool], Scenario]] = {
+    "grpo": grpo,
+    "agents": agents,
+    "agents-updates": agents_updates,
+    "shared-prompt": shared_prompt,
+    "hot-group": hot_group,
+}
+
+
+def _scenario(
+    sessions: list[Session], smoke: bool, concurrency: tuple[int, int], keys: Keys = "session"
+) -> Scenario:
     return Scenario(
-        name=name,
         sessions=tuple(sessions),
-        num_replicas=num_replicas,
-        concurrency=concurrency,
+        num_replicas=3 if smoke else 8,
+        concurrency=concurrency[not smoke],
+        keys=keys,
     )
 
 
@@ -234,14 +181,13 @@ def _conversation(
     group_id: int,
     prompt: np.ndarray,
     num_turns: int,
-    *,
-    output_median: float,
-    tool_median: float,
-    tool_s_median: float,
+    medians: tuple[float, float, float],
     max_context: int,
 ) -> Session:
+    """Lognormal answers, tools' answers and tools' seconds about these medians."""
     turns = []
     length = len(prompt)
+    output_median, tool_median, tool_s_median = medians
     for _ in range(num_turns):
         output_len = _length(generator, output_median, 0.7, 4096)
         tool_len = _length(generator, tool_median, 0.9, 4096)
@@ -262,90 +208,3 @@ def _tokens(generator: np.random.Generator, count: int) -> np.ndarray:
 def _length(generator: np.random.Generator, median: float, sigma: float, most: int = 16_384) -> int:
     """A lognormal length, at least 1."""
     return int(min(max(median * generator.lognormal(0.0, sigma), 1.0), most))
-
-
-def _sized(make: Callable[..., Scenario], small: dict[str, Any], **fixed: Any) -> TraceFactory:
-    """The trace with these settings, and with ``small`` ones if it is to be small."""
-
-    def factory(seed: int, smoke: bool) -> Scenario:
-        return make(seed, **(fixed | (small if smoke else {})))
-
-    return factory
-
-
-def _with_updates(make: TraceFactory, every_s: float, small_every_s: float) -> TraceFactory:
-    """That trace while the weights change every now and then."""
-
-    def factory(seed: int, smoke: bool) -> Scenario:
-        scenario = make(seed, smoke)
-        updates = Updates(every_s=small_every_s if smoke else every_s, pause_s=0.5)
-        return replace(scenario, name=f"{scenario.name}-updates", updates=updates)
-
-    return factory
-
-
-def _with_routers(make: TraceFactory, name: str, delay_s: float, loss: float) -> TraceFactory:
-    """That trace through four routers, each request through a random one, with late reports."""
-
-    def factory(seed: int, smoke: bool) -> Scenario:
-        return replace(
-            make(seed, smoke),
-            name=name,
-            num_routers=4,
-            reports=Reports(interval_s=0.5, delay_s=delay_s, loss=loss),
-        )
-
-    return factory
-
-
-_SMALL_GRPO = {
-    "num_groups": 12,
-    "group_size": 4,
-    "concurrency": 32,
-    "num_replicas": 3,
-    "output_median": 60.0,
-}
-_SMALL_AGENTS = {
-    "num_groups": 6,
-    "group_size": 4,
-    "concurrency": 12,
-    "num_replicas": 3,
-    "system_len": 1000,
-    "mean_turns": 4.0,
-    "output_median": 60.0,
-    "tool_s_median": 0.3,
-}
-_SMALL_SHARED = {"num_sessions": 60, "concurrency": 24, "num_replicas": 3, "output_median": 60.0}
-_SMALL_HOT = {"num_sessions": 24, "concurrency": 12, "num_replicas": 3, "max_turns": 12}
-
-_LONG = {"output_median": 8000.0, "max_output": 24_000, "name": "grpo-long"}
-_SMALL_LONG = _SMALL_GRPO | {"output_median": 600.0}
-
-_GRPO = _sized(grpo, _SMALL_GRPO)
-_GRPO_UNKEYED = _sized(grpo, _SMALL_GRPO, keys="none", name="grpo-unkeyed")
-_AGENTS = _sized(agents, _SMALL_AGENTS)
-_AGENTS_UNKEYED = _sized(agents, _SMALL_AGENTS, keys="none", name="agents-unkeyed")
-
-TRACES: dict[str, TraceFactory] = {
-    "grpo": _GRPO,
-    "grpo-unkeyed": _GRPO_UNKEYED,
-    "grpo-long": _sized(grpo, _SMALL_LONG, **_LONG, num_groups=80, concurrency=640),
-    "grpo-updates": _with_updates(_GRPO, 15.0, 0.8),
-    "agents": _AGENTS,
-    "agents-unkeyed": _AGENTS_UNKEYED,
-    "agents-updates": _with_updates(_AGENTS, 30.0, 3.0),
-    "agents-open": _sized(open_agents, _SMALL_AGENTS | {"rate": 4.0}),
-    "shared-prompt": _sized(shared_prompt, _SMALL_SHARED),
-    "hot-group": _sized(hot_group, _SMALL_HOT),
-    "routers-100ms": _with_routers(_AGENTS_UNKEYED, "routers-100ms", 0.1, 0.0),
-    "routers-1000ms": _with_routers(_AGENTS_UNKEYED, "routers-1000ms", 1.0, 0.0),
-    "routers-lost": _with_routers(_AGENTS_UNKEYED, "routers-lost", 0.1, 0.5),
-}
-"""By name; called with the seed and whether it is to be small."""
-
-
-def make_trace(name: str, seed: int, *, smoke: bool = False) -> Scenario:
-    """The trace of that name."""
-    if name not in TRACES:
-        raise ValueError(f"trace must be one of {', '.join(TRACES)}, got {name!r}")
-    return TRACES[name](seed, smoke)

@@ -12,8 +12,8 @@ import torch
 from benchmarks import grpo_step
 from benchmarks.grpo_step import CASES
 from benchmarks.grpo_systems import Bound, Learner
+from benchmarks.peers.trl_grpo import questions, score
 from benchmarks.phases import Clock
-from benchmarks.sums import questions, score
 from torchrl_vllm_sync.testing import make_tiny_checkpoint, token_log_probs
 
 

@@ -2,8 +2,8 @@
 
 import json
 
-from benchmarks import grpo_step_report
-from benchmarks.grpo_step_report import parts, picture
+from benchmarks import grpo_step_report, record
+from benchmarks.grpo_step_report import draw, parts
 from benchmarks.grpo_systems import SYSTEMS
 
 RUN = {
@@ -40,8 +40,8 @@ def test_every_system_has_a_name():
 
 
 def test_pictures_lie_beside_their_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_step_report, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     (tmp_path / "grpo_step_a.json").write_text(json.dumps(RUN))
     assert grpo_step_report.main() == 0
     assert (tmp_path / "grpo_step_a.png").read_bytes().startswith(b"\x89PNG")
-    picture(RUN, tmp_path / "other.png")
+    draw(RUN, tmp_path / "other.png")

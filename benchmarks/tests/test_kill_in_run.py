@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import kill_in_run, kill_in_run_report
+from benchmarks import kill_in_run, kill_in_run_report, record
 from benchmarks.kill_in_run import BEGUN_AGAIN, SYSTEMS, Killer, differences, train
 from benchmarks.kill_in_run_report import LINES, step_of
 from torchrl_vllm_sync import ReplicaState
@@ -110,17 +110,17 @@ def test_every_bit_of_every_row_is_compared():
 
 
 def test_a_picture_lies_beside_its_record(tmp_path, monkeypatch):
-    def record(system, metric, at_s, samples):
+    def made(system, metric, at_s, samples):
         return {
             "case": "a", "system": system, "metric": metric, "at_s": at_s, "samples": samples
         }  # fmt: skip
 
     metrics = ("reward", "loss")
-    records = [record(one, of, [1.0, 9.0], [0.1, 0.5]) for one in SYSTEMS for of in metrics]
-    records.append(record("killed", "replicas serving", [0.0, 2.1, 7.0], [2.0, 1.0, 2.0]))
-    records.append(record("killed", BEGUN_AGAIN, [2.0], [16.0]))
+    records = [made(one, of, [1.0, 9.0], [0.1, 0.5]) for one in SYSTEMS for of in metrics]
+    records.append(made("killed", "replicas serving", [0.0, 2.1, 7.0], [2.0, 1.0, 2.0]))
+    records.append(made("killed", BEGUN_AGAIN, [2.0], [16.0]))
     run = {"hardware": "cpu2", "records": records}
-    monkeypatch.setattr(kill_in_run_report, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     (tmp_path / "kill_in_run_a.json").write_text(json.dumps(run))
     assert kill_in_run_report.main() == 0
     assert (tmp_path / "kill_in_run_a.png").read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tensordict import set_list_to_stack
 
-from benchmarks import grpo_systems, learning_curves, learning_curves_report
+from benchmarks import grpo_systems, learning_curves, learning_curves_report, record
 from benchmarks.grpo_systems import Case
 from benchmarks.learning_curves import SETUPS, OverService, OverTRL, curve, parsed
 from tests.unit.test_policy import CannedService
@@ -145,7 +145,8 @@ def test_a_picture_shows_each_set_ups_newest_record(tmp_path, monkeypatch):
     assert learning_curves_report.lines(runs) == {
         ("sums", "h200x2"): {"ours": ([0.0, 20.0], [0.1, 0.5]), "trl": ([0.0, 20.0], [0.1, 0.3])}
     }
-    monkeypatch.setattr(learning_curves_report, "RESULTS", tmp_path)
+    for one in (record, learning_curves_report):
+        monkeypatch.setattr(one, "RESULTS", tmp_path)
     for at, run in enumerate(runs):
         (tmp_path / f"learning_curves_{at}.json").write_text(json.dumps(run))
     assert learning_curves_report.main() == 0

@@ -3,14 +3,13 @@
 import json
 import math
 
-import numpy as np
 import pytest
 
 from benchmarks import routing, routing_report
-from benchmarks.routing_sim.costs import COSTS
+from benchmarks.routing_sim.engine import COSTS
 from benchmarks.routing_sim.policies import POLICIES
-from benchmarks.routing_sim.simulate import UNITS, Prepared, simulate
-from benchmarks.routing_sim.traces import TRACES, make_trace
+from benchmarks.routing_sim.simulate import UNITS, simulate
+from benchmarks.routing_sim.traces import TRACES
 
 
 def run(tmp_path, *argv):
@@ -33,14 +32,14 @@ def test_the_command_records_every_number_once_a_seed(tmp_path, capsys):
         for system in routing_report.systems_of(samples):
             for metric in UNITS:
                 assert len(samples[case, system, metric]) == routing.SMOKE_SEEDS
-    prepared = Prepared(make_trace("grpo", 1, smoke=True), COSTS)
-    again = simulate(prepared, POLICIES["lmetric"], 1).metrics
+    again = simulate(TRACES["grpo"](1, True), COSTS, POLICIES["lmetric"], 1).metrics
     assert samples["grpo", "lmetric", "makespan"][1] == pytest.approx(again["makespan"], 1e-5)
-    assert "lmetric" in capsys.readouterr().out
+    assert "lmetric" in capsys.readouterr().err
 
 
-def test_processes_give_the_same_numbers_as_one(tmp_path):
-    tasks = [("agents", seed, ("round-robin", "lmetric"), True) for seed in range(2)]
+@pytest.mark.timeout(300)
+def test_processes_give_the_same_numbers_as_one():
+    tasks = [("agents", policy, 1, True) for policy in ("round-robin", "lmetric")]
     assert routing.run_all(tasks, 1) == routing.run_all(tasks, 2)
 
 
@@ -57,29 +56,6 @@ def test_the_command_refuses(argv, message, capsys):
     with pytest.raises(SystemExit):
         routing.main(argv)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_traces_are_named_as_they_are_listed(name):
-    small, whole = make_trace(name, 0, smoke=True), make_trace(name, 0)
-    assert small.name == whole.name == name
-    assert small.num_replicas == 3
-    assert whole.num_replicas == 8
-    assert len(small.sessions) < len(whole.sessions) / 10
-
-
-@pytest.mark.parametrize("smoke", [True, False])
-def test_weights_change_before_the_end_of_a_trace(smoke):
-    with_it, without = (
-        simulate(Prepared(make_trace(one, 0, smoke=smoke), COSTS), POLICIES["round-robin"])
-        for one in ("grpo-updates", "grpo")
-    )
-    assert not np.array_equal(with_it.finished_s, without.finished_s)
-
-
-def test_unknown_traces_are_refused():
-    with pytest.raises(ValueError, match=r"trace must be one of grpo, .*, got 'none'"):
-        make_trace("none", 0)
 
 
 # the report

@@ -22,7 +22,7 @@ def test_the_command_times_decisions_and_weighs_the_index(tmp_path, capsys):
     cases, metrics = ("keyed", "2048-tokens"), ("decision_p50", "decision_p99")
     assert timed == {(case, metric) for case in cases for metric in metrics}
     assert all(sample > 0 for one in records for sample in one["samples"])
-    assert "10000 cached blocks of 16 tokens" in capsys.readouterr().out
+    assert "10000 cached blocks of 16 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,23 @@
 """The routers that the simulation compares: each rule of each, where it decides."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from benchmarks.routing_sim.engine import COSTS
 from benchmarks.routing_sim.policies import (
     POLICIES,
-    Cluster,
-    EngineFigures,
     LMetric,
     RoundRobin,
     SimRequest,
     TorchRLRule,
 )
+from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.replica import EngineReport
 
 BLOCK = 64
-
-
-def cluster(replicas=4):
-    return Cluster(tuple(range(replicas)), BLOCK, 1000)
+LARGE_BLOCKS = replace(COSTS, block_size=BLOCK)
 
 
 def prompt(*blocks):
@@ -31,7 +31,7 @@ class Driver:
     def __init__(self, policy):
         self.policy, self.requests, self.now = policy, [], 0.0
 
-    def send(self, *blocks, session=-1, rest=0):
+    def send(self, *blocks, session=None, rest=0):
         self.now += 1e-3
         tokens = prompt(*blocks, blocks[-1])[: len(blocks) * BLOCK + rest]
         request = SimRequest(len(self.requests), tokens, session)
@@ -46,19 +46,29 @@ class Driver:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_survives_a_life_and_repeats_it(name):
+    report = EngineReport(
+        replica_id="0",
+        state=ReplicaState.SERVING,
+        weight_version=1,
+        num_unfinished=1,
+        num_running=1,
+        num_waiting=0,
+        kv_cache_usage=0.1,
+    )
+
     def life():
-        driver = Driver(POLICIES[name](cluster(), 3))
+        driver = Driver(POLICIES[name](4, LARGE_BLOCKS, 3))
         generator = np.random.default_rng(5)
         choices, running = [], []
         for number in range(300):
             session = int(generator.integers(40))
             choices.append(driver.send(session, *generator.integers(100, 110, 3), session=session))
             running.append(number)
-            driver.policy.report(0, EngineFigures(1, 0, 0.1, 1), driver.now, driver.now)
+            driver.policy.report(report, driver.now)
             while len(running) > 20:
                 driver.end(running.pop(int(generator.integers(len(running)))))
             if generator.random() < 0.1:
-                driver.policy.end_session(session, driver.now)
+                driver.policy.end_session(session)
         return choices
 
     choices = life()
@@ -68,31 +78,28 @@ def test_every_policy_survives_a_life_and_repeats_it(name):
 
 @pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"ours"}))
 def test_every_policy_counts_what_is_in_flight(name):
-    driver = Driver(POLICIES[name](cluster(), 0))
+    driver = Driver(POLICIES[name](4, LARGE_BLOCKS, 0))
     for number in range(20):
         driver.send(number)
-    assert sum(driver.policy.in_flight.values()) == 20
+    assert sum(driver.policy.in_flight) == 20
     for number in range(20):
         driver.end(number)
-    assert set(driver.policy.in_flight.values()) == {0}
+    assert set(driver.policy.in_flight) == {0}
 
 
 def test_round_robin_takes_turns():
-    driver = Driver(RoundRobin(cluster(3), 0))
+    driver = Driver(RoundRobin(3, LARGE_BLOCKS, 0))
     assert [driver.send(1) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_torchrl_sends_every_prompt_with_one_header_to_one_replica():
-    driver = Driver(TorchRLRule(cluster(), 0))
+    driver = Driver(TorchRLRule(4, LARGE_BLOCKS, 0))
     assert len({driver.send(1, number) for number in range(100)}) == 1
     assert len({driver.send(number) for number in range(100)}) == 4
 
 
-# ---------------------------------------------------------------- sticky
-
-
 def test_lmetric_multiplies_what_is_unseen_by_load():
-    driver = Driver(LMetric(cluster(2), 0))
+    driver = Driver(LMetric(2, LARGE_BLOCKS, 0))
     assert driver.send(1, 2, 3, 4) == 0
     assert driver.send(1, 2, 3, 5) == 0  # 1 x 2 against 4 x 1
     assert driver.send(1, 2, 3, 6) == 0  # 1 x 3 against 4 x 1
@@ -101,7 +108,7 @@ def test_lmetric_multiplies_what_is_unseen_by_load():
 
 
 def test_lmetric_counts_the_rest_of_a_prompt():
-    driver = Driver(LMetric(cluster(2), 0))
+    driver = Driver(LMetric(2, LARGE_BLOCKS, 0))
     assert driver.send(1, rest=40) == 0
     assert driver.send(1, rest=40) == 0  # seen whole: nothing times two
     assert driver.send(1, rest=20) == 0  # 20 x 3 against 84 x 1: another rest

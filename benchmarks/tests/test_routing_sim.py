@@ -1,9 +1,9 @@
-"""The simulation behind ``benchmarks.routing``: its engines against naive ones, and its sums."""
+"""The simulation behind ``benchmarks.routing``: vLLM's scheduler in simulated time; its sums."""
 
+import heapq
 import os
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,79 +12,115 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.record import ROOT
-from benchmarks.routing_sim.costs import EngineCosts
-from benchmarks.routing_sim.engine import Job, Replica
-from benchmarks.routing_sim.scenario import BlockKeys, Reports, Session, Turn, Updates
-from benchmarks.routing_sim.simulate import Prepared, simulate
-from benchmarks.routing_sim.traces import TRACES, agents, grpo, make_trace
-from benchmarks.tests.routing_sim_engines import (
-    EXACT,
-    run_jumping,
-    run_naively,
-    single,
-    some_pauses,
-    some_sessions,
+from benchmarks.routing_sim.engine import IDLE, Engine, EngineCosts, Job
+from benchmarks.routing_sim.policies import Policy, RoundRobin, SimRequest
+from benchmarks.routing_sim.simulate import simulate
+from benchmarks.routing_sim.traces import TRACES, BlockKeys, Session, Turn
+
+# Powers of two: sums of them are exact, so equal times are equal numbers.
+EXACT = EngineCosts(
+    base_step_s=2**-7,
+    per_sequence_s=2**-12,
+    per_context_token_s=2**-20,
+    prefill_tokens_per_s=2.0**14,
+    per_prefill_context_s2=2**-30,
+    token_budget=16,
+    max_num_seqs=4,
+    num_kv_blocks=48,
+    block_size=4,
 )
+ROOMY = replace(EXACT, num_kv_blocks=1000, token_budget=64)
 
 
-class RoundRobin:
-    """The smallest policy; also notes all that it is told."""
-
-    def __init__(self, cluster, seed):
-        self.ids = list(cluster.replica_ids)
-        self.count = seed
-        self.finished, self.ended, self.reports = [], [], []
-
-    def choose(self, request, now):
-        self.count += 1
-        return self.ids[self.count % len(self.ids)]
-
-    def finish(self, request, replica_id, output, now):
-        self.finished.append((request.request_id, output.tobytes()))
-
-    def end_session(self, session_id, now):
-        self.ended.append(session_id)
-
-    def report(self, replica_id, figures, asked_at, now):
-        self.reports.append((replica_id, figures, asked_at, now))
+# one engine
 
 
-class FirstReplica(RoundRobin):
-    def choose(self, request, now):
-        return self.ids[0]
+def single(number, prompt, output_len):
+    """A session of one turn, whose output is nobody else's."""
+    own = range(10_000 * (number + 1), 10_000 * (number + 1) + output_len)
+    text = np.array([*prompt, *own], np.int32)
+    return Session(number, 0, text, (Turn(len(prompt), output_len),))
 
 
-class Sticky(RoundRobin):
-    """A session stays where it was first; a group likewise, if there is no session."""
+def run(costs, sessions, arrivals=None, updates=(), **settings):
+    """Ends, hits and preemptions of sessions on one engine, and its steps."""
+    engine = Engine(costs, **settings)
+    keys = BlockKeys(costs.block_size)
+    chains = [keys.of(session.tokens) for session in sessions]
+    arrivals = arrivals or [0.0] * len(sessions)
+    events = [(arrival_s, index, 0) for index, arrival_s in enumerate(arrivals)]
+    events += [(at, -1, until) for at, until in updates]
+    heapq.heapify(events)
+    outcome = {}
+    while events or engine.end != IDLE:
+        now = min(engine.end, events[0][0] if events else IDLE)
+        while events and events[0][0] <= now:
+            _, index, number = heapq.heappop(events)
+            if index < 0:
+                engine.update(now, number)
+                continue
+            request = SimRequest(1000 * index + number, None)
+            turn = sessions[index].turns[number]
+            engine.add(Job(request, sessions[index], turn, chains[index]), now)
+        report = engine.report(now)
+        assert report.num_running + report.num_waiting == report.num_unfinished
+        assert 0 <= report.kv_cache_usage <= 1
+        if engine.stepping and now < engine.end:
+            continue
+        for job in engine.settle() if engine.stepping else ():
+            index, number = divmod(job.request.request_id, 1000)
+            outcome[index, number] = now, job.hit_tokens, job.state.num_preemptions
+            if number + 1 < len(sessions[index].turns):
+                heapq.heappush(events, (now + job.turn.tool_s, index, number + 1))
+        if not (events and events[0][0] <= now):
+            engine.begin(now)
+        else:
+            engine.end = now
+    assert engine.num_free_blocks == costs.num_kv_blocks
+    return outcome, engine.num_steps
 
-    def choose(self, request, now):
-        key = request.session_id if request.session_id >= 0 else request.group_id
-        return self.ids[key % len(self.ids)]
+
+def hits(*arguments, **settings):
+    outcome, _ = run(*arguments, **settings)
+    return [outcome[name][1] for name in sorted(outcome)]
 
 
-class Observed:
-    """Makes policies and keeps them."""
+@st.composite
+def some_sessions(draw):
+    """A few sessions with common beginnings, and when they arrive."""
+    sessions = []
+    fresh = iter(range(1000, 1_000_000))
+    for number in range(draw(st.integers(1, 8))):
+        group = draw(st.integers(0, 2))
+        tokens = [group * 100 + position for position in range(draw(st.integers(0, 40)))]
+        turns = []
+        for _ in range(draw(st.integers(1, 3))):
+            own = draw(st.integers(0 if tokens else 1, 12))
+            output = draw(st.integers(1, 30))
+            if len(tokens) + own + output > 180:
+                break
+            tokens += [next(fresh) for _ in range(own)]
+            turns.append(Turn(len(tokens), output, draw(st.integers(0, 8)) / 64))
+            tokens += [next(fresh) for _ in range(output)]
+        sessions.append(Session(number, group, np.array(tokens, np.int32), tuple(turns)))
+    return sessions, [draw(st.integers(0, 64)) / 64 for _ in sessions]
 
-    def __init__(self, factory):
-        self.factory = factory
-        self.made = []
 
-    def __call__(self, cluster, seed):
-        self.made.append(self.factory(cluster, seed))
-        return self.made[-1]
+def some_updates():
+    begins = st.lists(st.integers(1, 200), max_size=3, unique=True).map(sorted)
+    return begins.map(lambda all_: [(at / 64, at / 64 + 0.125) for at in all_[::2]])
 
 
 @given(
     some_sessions(),
-    some_pauses(),
+    some_updates(),
     st.integers(1, 6),
     st.sampled_from([8, 16, 64]),
     st.integers(0, 30),
 )
-@settings(max_examples=300, deadline=None)
-def test_jumps_end_where_single_steps_do(
-    sessions, pauses, max_num_seqs, token_budget, spare_blocks
-):
+@settings(max_examples=150, deadline=None)
+def test_jumps_end_where_single_steps_do(some, updates, max_num_seqs, token_budget, spare_blocks):
+    sessions, arrivals = some
     longest = max(len(session.tokens) for session in sessions)
     costs = replace(
         EXACT,
@@ -92,85 +128,57 @@ def test_jumps_end_where_single_steps_do(
         token_budget=token_budget,
         num_kv_blocks=-(-longest // EXACT.block_size) + spare_blocks,
     )
-    assert run_jumping(costs, sessions, pauses) == run_naively(costs, sessions, pauses)
+    jumping = run(costs, sessions, arrivals, updates)
+    assert jumping == run(costs, sessions, arrivals, updates, jump=False)
 
 
 def test_a_full_cache_preempts_and_loses_nothing():
-    sessions = [single(number, 0, list(range(8)), 120) for number in range(4)]
-    outcome = run_jumping(EXACT, sessions)
-    assert outcome.preemptions > 0
-    assert len(outcome.finished_s) == 4
-    assert outcome == run_naively(EXACT, sessions)
-    roomy = run_jumping(replace(EXACT, num_kv_blocks=200), sessions)
-    assert roomy.preemptions == 0
-    assert max(roomy.finished_s.values()) < max(outcome.finished_s.values())
+    sessions = [single(number, range(8), 120) for number in range(4)]
+    full, roomy = run(EXACT, sessions), run(replace(EXACT, num_kv_blocks=200), sessions)
+    assert full == run(EXACT, sessions, jump=False)
+    assert len(full[0]) == len(roomy[0]) == 4
+    assert sum(preempted for *_, preempted in full[0].values()) > 0
+    assert sum(preempted for *_, preempted in roomy[0].values()) == 0
+    assert max(roomy[0].values())[0] < max(full[0].values())[0]
 
 
 def test_one_request_takes_what_its_steps_cost():
     costs = replace(EXACT, num_kv_blocks=1000, block_size=16)
-    outcome = run_jumping(costs, [single(0, 0, range(40), 100)])
     # 40 tokens in chunks of 16, 16 and 8, then 99 steps over contexts of 40 to 138 tokens
     prefill = 3 * costs.base_step_s + 40 / costs.prefill_tokens_per_s
     prefill += costs.per_prefill_context_s2 * sum(range(40))
     decode = 99 * (costs.base_step_s + costs.per_sequence_s)
     decode += costs.per_context_token_s * sum(range(40, 139))
-    assert outcome.finished_s == {(0, 0): prefill + decode}
-    assert outcome.steps == 102
+    outcome = run(costs, [single(0, range(40), 100)])
+    assert outcome == ({(0, 0): (prefill + decode, 0, 0)}, 102)
 
 
 def test_a_request_that_arrives_between_two_steps_is_in_the_second():
     plain = replace(EXACT, per_sequence_s=0.0, per_context_token_s=0.0, per_prefill_context_s2=0.0)
-    first = single(0, 0, range(16), 20)
     prefill, step = 2**-7 + 16 / 2**14, 2**-7
     boundary = prefill + 5 * step
     for arrival_s, begins in [(boundary, boundary), (boundary + 2**-20, boundary + step)]:
-        sessions = [first, single(1, 1, range(100, 104), 1, arrival_s)]
-        outcome = run_jumping(plain, sessions)
-        assert outcome == run_naively(plain, sessions)
-        assert outcome.finished_s[1, 0] == begins + step + 4 / 2**14
+        sessions = [single(0, range(16), 20), single(1, range(100, 104), 1)]
+        outcome, _ = run(plain, sessions, [0.0, arrival_s])
+        assert outcome[1, 0][0] == begins + step + 4 / 2**14
 
 
 def test_siblings_find_what_the_first_one_computes_but_for_the_last_token():
-    costs = replace(EXACT, num_kv_blocks=1000, token_budget=64)
-    prompt = range(24)  # six blocks of four: the last one is computed again
-    outcome = run_jumping(costs, [single(number, 0, prompt, 3) for number in range(4)])
-    assert outcome.hits == {(0, 0): 0, (1, 0): 20, (2, 0): 20, (3, 0): 20}
-    other = [
-        single(number, number, range(100 * number, 100 * number + 24), 3) for number in range(4)
-    ]
-    assert set(run_jumping(costs, other).hits.values()) == {0}
+    # six blocks of four: the last one is computed again
+    assert hits(ROOMY, [single(number, range(24), 3) for number in range(4)]) == [0, 20, 20, 20]
+    others = [single(number, range(100 * number, 100 * number + 24), 3) for number in range(4)]
+    assert hits(ROOMY, others) == [0, 0, 0, 0]
 
 
 def test_new_weights_hide_what_was_computed_before():
-    costs = replace(EXACT, num_kv_blocks=1000, token_budget=64)
-    late = [single(0, 0, range(24), 3), single(1, 0, range(24), 3, arrival_s=1.0)]
-    assert run_jumping(costs, late).hits == {(0, 0): 0, (1, 0): 20}
-    assert run_jumping(costs, late, [(0.5, 0.75)]).hits == {(0, 0): 0, (1, 0): 0}
-
-
-def test_a_cleared_engine_computes_again():
-    costs = replace(EXACT, num_kv_blocks=1000, token_budget=64)
-    ends = {}
-    for clear in (False, True):
-        replica = Replica(costs)
-        keys = BlockKeys(4).of(np.arange(140))
-        replica.add(Job("only", keys, 40, 100), 0.0)
-        replica.begin(0.0)
-        replica.settle()
-        replica.begin(replica.end)
-        replica.pause(0.25, 0.5, clear=clear)
-        ended = []
-        while not ended:
-            ended = replica.settle()
-            replica.begin(replica.end)
-        assert replica.num_preemptions == clear
-        ends[clear] = replica.busy_s
-    assert ends[True] > ends[False]
+    sessions = [single(number, range(24), 3) for number in range(2)]
+    assert hits(ROOMY, sessions, [0.0, 1.0]) == [0, 20]
+    assert hits(ROOMY, sessions, [0.0, 1.0], [(0.5, 0.75)]) == [0, 0]
 
 
 def test_a_request_that_can_never_run_is_refused():
-    with pytest.raises(ValueError, match=r"200 tokens does not fit into 48 blocks of 4"):
-        Replica(EXACT).add(Job("long", [], 100, 100), 0.0)
+    with pytest.raises(RuntimeError, match="none of them can run"):
+        run(EXACT, [single(0, range(200), 100)])
 
 
 # whole clusters
@@ -180,67 +188,87 @@ SMALL = EngineCosts(
     per_sequence_s=0.0002,
     per_context_token_s=1e-7,
     prefill_tokens_per_s=8000.0,
+    per_prefill_context_s2=0.0,
     token_budget=512,
     max_num_seqs=16,
     num_kv_blocks=2500,
-    block_size=16,
 )
 
 
+class Noting(RoundRobin):
+    """Notes all that it is told."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen, self.finished, self.ended, self.reports = set(), [], [], []
+
+    def choose(self, request, now):
+        self.seen.add((request.session_id is not None, request.group_id is not None))
+        return super().choose(request, now)
+
+    def finish(self, request, replica_id, output, now):
+        self.finished.append((request.request_id, output.tobytes()))
+
+    def end_session(self, session_id):
+        self.ended.append(session_id)
+
+    def report(self, report, now):
+        self.reports.append(report)
+
+
+class Sticky(Policy):
+    """A session stays where it was first; a group likewise, if there is no session."""
+
+    def pick(self, request):
+        key = request.group_id if request.session_id is None else request.session_id
+        return (key or 0) % len(self.in_flight)
+
+
+class FirstReplica(Policy):
+    def pick(self, request):
+        return 0
+
+
+def noted(scenario):
+    """What a policy was told, and what came of it."""
+    made = []
+
+    def factory(*arguments):
+        made.append(Noting(*arguments))
+        return made[0]
+
+    return simulate(scenario, SMALL, factory), made[0]
+
+
 @pytest.mark.parametrize("name", TRACES)
-@pytest.mark.parametrize("factory", [RoundRobin, Sticky])
-def test_every_request_is_answered_once_with_its_tokens(name, factory):
-    prepared = Prepared(make_trace(name, 3, smoke=True), SMALL)
-    scenario = prepared.scenario
-    observed = Observed(factory)
-    result = simulate(prepared, observed, 3)
-    answers = [one for policy in observed.made for one in policy.finished]
-    expected = {}
-    for first, session in zip(prepared.first_request, scenario.sessions, strict=False):
-        for number, turn in enumerate(session.turns):
-            end = turn.prompt_len + turn.output_len
-            expected[first + number] = session.tokens[turn.prompt_len : end].tobytes()
-    assert len(answers) == len(expected)
-    assert dict(answers) == expected
-    assert result.output_tokens == sum(map(len, expected.values())) // 4
-    assert np.isfinite(result.finished_s).all()
+def test_every_request_is_answered_once_with_its_tokens(name):
+    scenario = TRACES[name](3, True)
+    result, policy = noted(scenario)
+    expected = [
+        session.tokens[turn.prompt_len : turn.prompt_len + turn.output_len].tobytes()
+        for session in scenario.sessions
+        for turn in session.turns
+    ]
+    assert sorted(policy.finished) == list(enumerate(expected))
     assert result.metrics["makespan"] == result.finished_s.max()
     assert 0 <= result.metrics["hit_rate"] < 1
     assert result.metrics["imbalance"] >= 1
-    ended = Counter(one for policy in observed.made for one in policy.ended)
     keyed = scenario.keys == "session"
-    assert set(ended.values()) == ({len(observed.made)} if keyed else set())
-    assert len(ended) == len(scenario.sessions) * keyed
+    assert sorted(policy.ended) == list(range(len(scenario.sessions) * keyed))
+    assert policy.seen == {(keyed, scenario.keys != "none")}
+    assert {report.replica_id for report in policy.reports} == {"0", "1", "2"}
+    assert any(report.num_running for report in policy.reports)
 
 
-def test_keys_are_seen_only_where_the_trace_has_them():
-    class Looking(RoundRobin):
-        def choose(self, request, now):
-            seen.add((request.session_id >= 0, request.group_id >= 0))
-            return super().choose(request, now)
-
-    for keys, expected in {
-        "session": (True, True),
-        "group": (False, True),
-        "none": (False, False),
-    }.items():
-        seen = set()
-        scenario = grpo(0, num_groups=2, group_size=2, output_median=5.0, keys=keys)
-        simulate(Prepared(scenario, SMALL), Looking)
-        assert seen == {expected}
-
-
-def test_sticky_sessions_hit_and_stay_where_round_robin_does_neither():
-    prepared = Prepared(make_trace("agents", 0, smoke=True), SMALL)
-    sticky, spread = simulate(prepared, Sticky), simulate(prepared, RoundRobin)
+def test_sticky_sessions_hit_where_round_robin_does_not():
+    scenario = TRACES["agents"](0, True)
+    sticky, spread = (simulate(scenario, SMALL, one) for one in (Sticky, RoundRobin))
     assert sticky.metrics["hit_rate"] > spread.metrics["hit_rate"] + 0.1
-    assert sticky.metrics["moved_sessions"] == 0
-    assert spread.metrics["moved_sessions"] > len(prepared.scenario.sessions)
 
 
 def test_one_replica_for_all_is_the_worst_balance():
-    prepared = Prepared(make_trace("grpo", 0, smoke=True), SMALL)
-    alone, spread = simulate(prepared, FirstReplica), simulate(prepared, RoundRobin)
+    scenario = TRACES["grpo"](0, True)
+    alone, spread = (simulate(scenario, SMALL, one) for one in (FirstReplica, RoundRobin))
     assert alone.metrics["imbalance"] == pytest.approx(3)
     assert spread.metrics["imbalance"] < 2
     assert alone.metrics["makespan"] > spread.metrics["makespan"]
@@ -248,112 +276,43 @@ def test_one_replica_for_all_is_the_worst_balance():
     assert set(spread.replicas) == {0, 1, 2}
 
 
-def test_a_policy_that_names_no_replica_is_refused():
-    class Confused(RoundRobin):
-        def choose(self, request, now):
-            return 7
-
-    prepared = Prepared(make_trace("agents", 0, smoke=True), SMALL)
-    with pytest.raises(ValueError, match=r"Confused chose replica 7, there are \[0, 1, 2\]"):
-        simulate(prepared, Confused)
-
-
-def test_late_reports_are_late_and_lost_ones_missing():
-    def heard(delay_s, loss):
-        scenario = replace(
-            make_trace("agents-unkeyed", 0, smoke=True),
-            num_routers=2,
-            reports=Reports(interval_s=0.25, delay_s=delay_s, loss=loss),
-        )
-        observed = Observed(RoundRobin)
-        simulate(Prepared(scenario, SMALL), observed)
-        return [report for policy in observed.made for report in policy.reports]
-
-    at_once, late, half = heard(0.0, 0.0), heard(0.5, 0.0), heard(0.0, 0.5)
-    assert {now - asked_at for _, _, asked_at, now in at_once} == {0.0}
-    assert {now - asked_at for _, _, asked_at, now in late} == {0.5}
-    assert 0.4 * len(at_once) < len(half) < 0.6 * len(at_once)
-    assert {replica_id for replica_id, *_ in half} == {0, 1, 2}
-    assert any(figures.num_running for _, figures, *_ in at_once)
-
-
 def test_updates_change_the_version_that_engines_report():
-    scenario = replace(make_trace("agents", 0, smoke=True), updates=Updates(1.0, 0.125))
-    observed = Observed(RoundRobin)
-    result = simulate(Prepared(scenario, SMALL), observed)
-    versions = [figures.weight_version for _, figures, *_ in observed.made[0].reports]
+    scenario = replace(TRACES["agents"](0, True), update_every_s=1.0)
+    with_it, policy = noted(scenario)
+    versions = [report.weight_version for report in policy.reports]
     assert versions == sorted(versions)
-    assert versions[-1] == int(result.metrics["makespan"])
-    without = simulate(Prepared(replace(scenario, updates=None), SMALL), RoundRobin)
-    assert result.metrics["makespan"] > without.metrics["makespan"]
-    assert result.metrics["hit_rate"] < without.metrics["hit_rate"]
+    assert versions[-1] == int(with_it.metrics["makespan"])
+    without, _ = noted(replace(scenario, update_every_s=None))
+    assert with_it.metrics["makespan"] > without.metrics["makespan"]
+    assert with_it.metrics["hit_rate"] < without.metrics["hit_rate"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sessions": ()}, "no sessions"),
-        ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
-        ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
-        ({"updates": Updates(0.5, 0.5)}, "every_s must be greater"),
-    ],
-)
-def test_impossible_scenarios_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        replace(make_trace("grpo", 0, smoke=True), **changes)
-
-
-@pytest.mark.parametrize("turns", [(), (Turn(0, 3),), (Turn(4, 0),), (Turn(2, 3), Turn(4, 1))])
-def test_impossible_sessions_are_refused(turns):
-    with pytest.raises(ValueError, match="session 5"):
-        Session(5, 0, np.arange(20, dtype=np.int32), turns)
-    with pytest.raises(ValueError, match="has 20 tokens, its turns 21"):
-        Session(5, 0, np.arange(20, dtype=np.int32), (Turn(20, 1),))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"base_step_s": 0.0}, "base_step_s must be greater than 0, got 0.0"),
-        ({"per_sequence_s": -1.0}, "per_sequence_s must be at least 0, got -1.0"),
-        ({"per_context_token_s": float("nan")}, "per_context_token_s must be at least 0, got nan"),
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"token_budget": 8}, r"token_budget must be at least max_num_seqs \(16\), got 8"),
-    ],
-)
-def test_impossible_costs_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL, **changes)
-
-
-def test_traces_are_the_same_from_the_same_seed_alone():
-    one, same, other = agents(5), agents(5), agents(6)
-    assert [session.turns for session in one.sessions] == [sess.turns for sess in same.sessions]
-    assert all(
-        left.tokens.tobytes() == right.tokens.tobytes()
-        for left, right in zip(one.sessions, same.sessions, strict=True)
-    )
-    assert one.sessions[0].turns != other.sessions[0].turns
+@pytest.mark.parametrize("name", TRACES)
+def test_small_traces_are_small(name):
+    small, whole = (TRACES[name](0, smoke) for smoke in (True, False))
+    assert (small.num_replicas, whole.num_replicas) == (3, 8)
+    assert len(small.sessions) < len(whole.sessions) / 10
 
 
 DIGEST = """
 import hashlib
-from benchmarks.routing_sim.costs import COSTS
+
+from benchmarks.routing_sim.engine import COSTS
 from benchmarks.routing_sim.policies import POLICIES
-from benchmarks.routing_sim.simulate import Prepared, simulate
-from benchmarks.routing_sim.traces import make_trace
+from benchmarks.routing_sim.simulate import simulate
+from benchmarks.routing_sim.traces import TRACES
 
 digest = hashlib.sha256()
-for trace in ("agents-updates", "routers-lost", "grpo"):
-    prepared = Prepared(make_trace(trace, 1, smoke=True), COSTS)
+for trace in ("agents-updates", "grpo"):
     for name, factory in POLICIES.items():
-        result = simulate(prepared, factory, 1)
+        result = simulate(TRACES[trace](1, True), COSTS, factory, 1)
         digest.update(repr((trace, name, result.metrics)).encode())
         digest.update(result.replicas.tobytes() + result.finished_s.tobytes())
 print(digest.hexdigest())
 """
 
 
+@pytest.mark.timeout(300)
 def test_processes_of_any_hash_seed_agree():
     digests = {
         subprocess.run(
@@ -363,9 +322,9 @@ def test_processes_of_any_hash_seed_agree():
             capture_output=True,
             text=True,
             check=True,
-            timeout=50,
-        ).stdout
-        for seed in ("0", "1", "2")
+            timeout=200,
+        ).stdout.split()[-1]
+        for seed in ("0", "1")
     }
     assert len(digests) == 1
-    assert len(digests.pop().strip()) == 64
+    assert len(digests.pop()) == 64

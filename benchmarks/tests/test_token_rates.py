@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.token_rates import TokenLog
+from benchmarks.sync_actors import TokenLog
 
 # Two requests: a step every 10 ms, every 20 ms from 0.1 s on, and none from 0.2 s to 0.26 s.
 STEPS = [

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from benchmarks.weight_sync_report import pauses, records, table, timeline
+from benchmarks.record import runs_of
+from benchmarks.weight_sync_report import pauses, table, timeline
 
+RECORDS = [*runs_of("weight_sync").values()]
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "measured.md"
 RUN = {
     "hardware": "h200x2",
@@ -35,7 +37,7 @@ RUN = {
 
 def test_the_guide_shows_the_table_of_the_records():
     made = GUIDE.read_text().split("<!-- made by: make sync-table -->\n")[1].split("<!-- end")[0]
-    assert made == table(records())
+    assert made == table(RECORDS)
 
 
 def test_medians_and_blanks():
@@ -50,5 +52,5 @@ def test_the_timeline_is_drawn(tmp_path):
 
 
 def test_the_pauses_are_drawn(tmp_path):
-    pauses(records(), tmp_path / "pauses.png")
+    pauses(RECORDS, tmp_path / "pauses.png")
     assert (tmp_path / "pauses.png").read_bytes().startswith(b"\x89PNG")

@@ -7,9 +7,8 @@ import pytest
 from torchrl.modules.llm.backends.vllm.vllm_async import LoadBalancer as TorchRLBalancer
 
 from benchmarks import live_engines
-from benchmarks.live_systems import SYSTEMS, TorchRLRule
+from benchmarks.live_systems import SYSTEMS, WRAPPED, TorchRLRule, group_rows, run_wrapped
 from benchmarks.live_traffic import CASES, Scale
-from benchmarks.live_wrapper import WRAPPED, group_rows, run_wrapped
 from benchmarks.routing_live import run_case
 from tests.engine.requests import eventually, is_idle, sampling
 from tests.engine.rollouts import QUIET
