@@ -68,7 +68,7 @@ class Dashboard:
             what is in ``history``, which is only read.
         host: Name or address to listen on; afterwards the address.
         port: Port to listen on; 0 takes a free one.
-        history: File that keeps what the plots show, a line of JSON a second, and is gone on with.
+        history: File for what the plots show, a line of JSON a second, behind what it holds.
 
     Raises:
         UnsupportedArgumentError: There is no such host or port, or it is taken; or ``history`` is
