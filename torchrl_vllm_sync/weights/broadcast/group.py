@@ -239,8 +239,10 @@ class BroadcastGroup:
             _await_listener(at, deadline)
             store = _store_at(at, left_s(deadline, 1.0))
         except (DistError, OSError, RuntimeError) as error:
-            where = f"{at.address}:{at.port} within {timeout_s:g} s"
-            raise TransferError(f"cannot reach the trainer at {where}: {error}") from error
+            raise TransferError(
+                f"cannot reach the trainer at {at.address}:{at.port} within {timeout_s:g} s: "
+                f"{error}"
+            ) from error
         return cls(BoundedStore(store), rank, at, device)
 
     @property
