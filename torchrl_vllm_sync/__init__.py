@@ -102,7 +102,8 @@ def __getattr__(name: str) -> Any:
     elif name == "errors":
         value = import_module("torchrl_vllm_sync.errors")
     else:
-        value = getattr(import_module(_HOMES[name]), name)
+        with import_module("torchrl_vllm_sync.checks").collecting_no_garbage():
+            value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,9 @@
-"""Checks of what callers set, how a refused value is quoted, time limits, calls that may hang."""
+"""Checks of what callers set, how values are quoted, time limits, calls that may hang, imports."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import reprlib
 import threading
@@ -14,7 +16,7 @@ import numpy as np
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # Seconds for what a caller of a service waits for, unless told otherwise.
 DEFAULT_TIMEOUT_S = 300.0
@@ -127,3 +129,15 @@ def in_thread(name: str, call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+@contextlib.contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """For imports of much that stays: Python looks at none of it for garbage meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

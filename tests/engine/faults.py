@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def own_children(_=None):
 
 class PacedWorker(SyncWorkerExtension):
     """A worker whose steps last as long as a test needs, on any machine."""
+
+    def main_module(self):
+        return sys.modules["__main__"].__spec__.name
 
     def sync_pace(self, seconds=0.0):
         """Has each step take that much longer until the next call."""

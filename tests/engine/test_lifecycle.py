@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from tests.engine.conftest import ENGINE
 from tests.engine.requests import eventually, is_idle, sampling, token_ids
 from torchrl_vllm_sync import AsyncVLLM, LoadBalancer, attach
+from torchrl_vllm_sync.engine import preload
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.errors import (
     LaunchError,
@@ -83,6 +84,10 @@ def test_it_is_launched_once(service):
     with pytest.raises(UnsupportedArgumentError, match="is launched already"):
         service._launch()
     assert service.generate(IDS, sampling()).finished
+
+
+def test_engines_begin_with_vllm_alone(service):
+    assert ray.get(service.collective_rpc("main_module")) == [[preload.__name__]] * 2
 
 
 def test_torchrls_questions(service):

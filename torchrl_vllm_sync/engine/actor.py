@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torchrl_vllm_sync.engine import preload  # before all that imports vLLM
+
+# isort: split
 import asyncio
 import contextlib
 import dataclasses
@@ -203,7 +206,8 @@ class EngineActor:
         check_can_be_filled(self._engine_args.create_model_config())
         config = self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         internals.pack_on_the_way(config)
-        self.engine = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stats])
+        with preload.first_in_children():
+            self.engine = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stats])
         internals.unpack_on_arrival(self.engine)
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal"):
             if refusal:
