@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from benchmarks.routing_sim.engine import EngineCosts
-    from torchrl_vllm_sync import Reservation
     from torchrl_vllm_sync.replica import EngineReport
+    from torchrl_vllm_sync.routing.balancer import Reservation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -228,16 +228,17 @@ def test_a_logger_of_the_dashboard_alone_takes_all_that_loggers_take():
     logger = DashboardLogger(board)
     logger.log_hparams({"lr": 1.0})
     logger.log_video("video", torch.zeros(1, 1, 3, 2, 2))
-    logger.log_metrics({"a": torch.arange(3)})
+    logger.log_metrics({"a": torch.arange(3), "loss": [torch.ones((), requires_grad=True), 2.0]})
     logger.log_metrics(TensorDict({"b": {"c": torch.tensor(2)}}))
     logger.close()
-    assert board.shown == {"a": [0.0, 1.0, 2.0], "b/c": 2.0}
+    assert board.shown == {"a": [0.0, 1.0, 2.0], "loss": [1.0, 2.0], "b/c": 2.0}
 
 
-def test_what_is_no_number_is_refused_before_anybody_gets_it(csv):
+@pytest.mark.parametrize("value", ["text", "5", None, ["5"], [[1.0], [1.0, 2.0]]])
+def test_what_is_no_number_is_refused_before_anybody_gets_it(csv, value):
     board = Board()
     with pytest.raises(UnsupportedArgumentError, match="'name' must be a number or several"):
-        DashboardLogger(board, csv).log_scalar("name", "text")
+        DashboardLogger(board, csv).log_scalar("name", value)
     assert (board.shown, scalars(csv)) == ({}, {})
 
 

@@ -175,6 +175,17 @@ def test_dense_rows_take_as_many_operations_however_many_they_are():
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.parametrize("settings", [{"num_samples": 1}, {"prompt_logprobs": 0}])
+def test_dense_rows_have_log_probs_of_answers_alone_whatever_is_asked_for(settings):
+    settings = dict(settings)
+    policy = make_policy(num_samples=settings.pop("num_samples", None), generate_kwargs=settings)
+    rows = policy.answer_chats([[{"role": "user", "content": "Why?"}]], [0, 0])["log_probs"]
+    length = rows.response.shape[-1]
+    assert rows.prompt is None
+    assert rows.full[:, :-length].isnan().all()
+    assert torch.equal(rows.full[:, -length:], rows.response)
+
+
 def test_dense_rows_that_are_kept_keep_no_outputs():
     service = CannedService()
     rows = make_policy(service).answer_chats([[{"role": "user", "content": "Why?"}]], [0, 0])

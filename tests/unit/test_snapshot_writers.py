@@ -41,6 +41,13 @@ while line := sys.stdin.readline():
             os.read(0, 1)
             os._exit(0)
         os.kill(os.getpid(), 9)
+    if line == "fork and close\\n":
+        if os.fork() == 0:
+            writer.close()
+            os._exit(0)
+        os.wait()
+        print("closed", flush=True)
+        continue
     version = int(line.split()[-1])
     try:
         metadata = [ParamMeta(name, torch.int64, (100,)) for name in "ab"]
@@ -148,6 +155,13 @@ def test_a_lock_that_only_a_dead_writers_children_hold_is_no_owner(tmp_path, lay
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with SnapshotWriter(tmp_path, layout=layout) as writer:
         publish(writer, 2)
+    assert_whole(tmp_path, 2)
+
+
+def test_a_fork_that_closes_its_copy_of_a_writer_replaces_nobody(tmp_path, layout, other):
+    assert other.ask(1) == "published"
+    assert other.ask("fork and close") == "closed"
+    assert other.ask(2) == "published"
     assert_whole(tmp_path, 2)
 
 

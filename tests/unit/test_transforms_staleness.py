@@ -57,6 +57,12 @@ def test_what_is_dropped_is_counted_by_age(padded):
     assert (keep.num_dropped, keep.dropped_by_staleness) == (0, {})
 
 
+def test_the_newest_version_may_be_set_by_hand():
+    keep = StalenessFilter(1, 3)
+    keep.current_version = 4
+    assert numbers(keep(stamped_rows([2], [3]))) == [1]
+
+
 @LAYOUTS
 def test_all_may_be_dropped_and_nothing_is_nothing(padded):
     keep = StalenessFilter(0, 9)

@@ -97,12 +97,14 @@ class Arrivals:
     async def _ask(
         self, what: str, method: str, *args: Any, timeout_s: float, whole: bool = False
     ) -> Replies:
-        updates = self._updates
+        updates, limit_s = self._updates, timeout_s
         async with updates.exclusive(timeout_s) as deadline:
             if whole:
                 updates.require_weights()
                 updates.require_whole()
-            return await updates.ask_workers(method, *args, timeout_s=deadline.left_s, what=what)
+                limit_s = deadline.left_s
+            # Others have all of it after their turn has come: an engine that waited is not silent.
+            return await updates.ask_workers(method, *args, timeout_s=limit_s, what=what)
 
     async def model_metadata(self) -> list[list[Any]]:
         """Returns the tensors that a complete push must hold, as ``ParamMeta`` in JSON form."""

@@ -419,8 +419,12 @@ class SyncWorkerExtension:
         engine = self._native_engine()
         self._native_parts = 0
         if not isinstance(engine, BroadcastReceiver):
-            with set_current_vllm_config(self.vllm_config):
-                self.start_weight_update()
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    self.start_weight_update()
+            except BaseException:
+                self._native_abandon()
+                raise
 
     @answered
     def native_update(self, update_info: dict[str, Any] | list[Any]) -> None:

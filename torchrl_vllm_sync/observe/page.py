@@ -200,14 +200,21 @@ class ServiceGoneError(ServiceClosedError):
 
 def numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Returns a number, or several of any shape."""
-    refusal = UnsupportedArgumentError(f"{name!r} must be a number or several, got {value!r}")
-    if value is None or isinstance(value, str):  # which numpy would read
-        raise refusal
     try:
-        # A tensor's own list, as numpy takes none with a gradient, or of bfloat16.
-        return np.asarray(getattr(value, "tolist", lambda: value)(), dtype=float)
+        return np.asarray(_plain(value), dtype=float)
     except (TypeError, ValueError) as error:
-        raise refusal from error
+        raise UnsupportedArgumentError(
+            f"{name!r} must be a number or several, got {value!r}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's own list, as numpy takes none with a gradient, or of bfloat16."""
+    if value is None or isinstance(value, str):
+        raise TypeError("numpy would read it")
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    return getattr(value, "tolist", lambda: value)()
 
 
 def _histogram(values: np.ndarray[Any, Any]) -> dict[str, list[float]]:

@@ -154,7 +154,8 @@ class StalenessFilter(PolicyAgeFilter):
     def _filter(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims < 1 or not tensordict.batch_size.numel():
             return tensordict
-        newest: Any = self.current_version
+        version: Any = self.current_version  # TorchRL's attribute, an integer if somebody sets one
+        newest: Any = version if callable(version) else partial(int, version)
         refuser = "StalenessFilter" if self.strict else ""
         staleness = _ages(tensordict, self.policy_version_key, newest, refuser)
         staleness = staleness.reshape(len(tensordict), -1).amax(-1)  # of the steps of a row

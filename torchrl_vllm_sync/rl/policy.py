@@ -343,7 +343,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             keys.TURNS: turns.stamps(
                 [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
             ),
-            **self._columns(answers, prompt, is_prompt, 0.0),
+            **self._columns(answers, prompt, is_prompt, 0.0, of_chats=True),
         }
         for name, entry in entries.items():
             if isinstance(entry, tuple):
@@ -504,6 +504,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         prompt: torch.Tensor | None,
         is_prompt: torch.Tensor | None,
         padding: float,
+        *,
+        of_chats: bool = False,
     ) -> dict[Any, Any]:
         """All tensors of all rows, padded; of prompts there may be no tokens."""
         response, is_answer = answers.dense
@@ -521,7 +523,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             **answers.stamps(),
         }
         if self.return_log_probs:
-            made[self.log_probs_key] = LogProbs, self._log_probs(answers, prompt, padding)
+            of_tokens = self._log_probs(answers, prompt, padding, of_chats=of_chats)
+            made[self.log_probs_key] = LogProbs, of_tokens
             if self.return_sampling_mask:
                 name, response = keys.SAMPLING_MASK
                 made[name] = {response: answers.masks()}
@@ -534,17 +537,22 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return made
 
     def _log_probs(
-        self, answers: _Answers, prompts: torch.Tensor | None, padding: float
+        self,
+        answers: _Answers,
+        prompts: torch.Tensor | None,
+        padding: float,
+        *,
+        of_chats: bool,  # whose rows say nothing of prompts, whatever was asked of vLLM
     ) -> dict[str, Any]:
         sampled = [sampled_log_probs(one) for one in answers.samples]
         response, _ = _padded(sampled, torch.float32, padding)
         entries = {"response": response}
         if prompts is None:
             return entries | {"full": response}
-        if self.num_samples is not None:
+        if self.num_samples is not None and not of_chats:
             return entries
         prompt: Any = None
-        if answers.params.prompt_logprobs is not None:
+        if answers.params.prompt_logprobs is not None and not of_chats:
             prompt = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
             # To the right, as TorchRL does, where rows are padded.
             prompt, _ = _padded(prompt, torch.float32, padding, on_left=not self.pad_output)

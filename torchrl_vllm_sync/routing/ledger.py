@@ -426,19 +426,19 @@ class LoadTracker:
         self, replica_id: str, state: ReplicaState, reason: str = "", *, may_return: bool = False
     ) -> bool:
         """Records a state seen from outside, such as ``FAILED``; says whether that was news."""
-        with self.lock:
+        with self.lock:  # held throughout: it may be removed in another thread
             if replica_id not in self._snapshots:
                 return False
-        with self._changing(replica_id) as known:
-            if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
-                return False  # it was closed, and has not failed
-            known.marked_at = self.clock()
-            if not may_return:
-                known.away_since = None
-            elif known.state is not ReplicaState.FAILED:  # one that failed for good stays away
-                known.away_since = known.marked_at
-            known.state, known.reason = state, reason
-            return True
+            with self._changing(replica_id) as known:
+                if known.state is ReplicaState.CLOSED and state is ReplicaState.FAILED:
+                    return False  # it was closed, and has not failed
+                known.marked_at = self.clock()
+                if not may_return:
+                    known.away_since = None
+                elif known.state is not ReplicaState.FAILED:  # one that failed for good stays away
+                    known.away_since = known.marked_at
+                known.state, known.reason = state, reason
+                return True
 
     def set_floor(self, replica_id: str, version: int) -> None:
         """Excludes a replica, which may not know that it is behind, until it holds ``version``."""

@@ -938,6 +938,5 @@ def make_async_vllm_engine(
         data_parallel_size: Data-parallel engines in a replica.
         pipeline_parallel_size: Pipeline stages in a replica.
     """
-    given = locals()
-    given |= given.pop("kwargs")
-    return AsyncVLLM.from_pretrained(**given)
+    given = dict(locals())
+    return AsyncVLLM.from_pretrained(**given | given.pop("kwargs"))

@@ -226,9 +226,7 @@ class Members:
         self, method: str, calls: Mapping[str, tuple[Any, ...]], deadline: Deadline, **kwargs: Any
     ) -> dict[str, Any]:
         """Calls some replicas, each with its own arguments, and waits for their answers."""
-        limit_s = max(deadline.left_s, 1.0)
-        pending = self.client.start_calls(method, calls, timeout_s=limit_s, **kwargs)
-        return pending.answers(limit_s + GRACE_S)
+        return ask(self.client, method, calls, deadline.left_s, **kwargs)
 
     def describe(self) -> dict[str, EngineDescription]:
         """Asks each for its description, and drops those that do not answer."""

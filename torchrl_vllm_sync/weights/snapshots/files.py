@@ -396,7 +396,8 @@ class WriterLock:
         found = Owner.read(self._directory)
         if found is None:
             raise SnapshotError(f"{self._directory}: {MARKER} is gone: removed or replaced")
-        if found != self.owner:
+        # A fork that closes its copy of the writer says "released", and replaces nobody.
+        if replace(found, released=False) != self.owner:
             raise FencedWriterError(
                 f"{self._directory}: writer of epoch {self.owner.epoch} was replaced by {found}, "
                 f"epoch {found.epoch}"
