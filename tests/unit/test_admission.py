@@ -315,7 +315,7 @@ async def test_an_engine_that_dies_before_it_is_told_what_to_end_loses_no_result
         raise EngineDeadError
 
     engine.abort = abort
-    task = started(answers, request("a", timeout_s=0.01), request("b"))
+    task = started(answers, request("a", timeout_s=0.2), request("b"))
     await inside()
     engine.put("b~2", error=EngineDeadError())
     assert [one.error is not None for one in (await task).values()] == [True, True]
