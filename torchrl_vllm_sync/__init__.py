@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_vllm_sync import errors as errors
+    from torchrl_vllm_sync.observe.metrics import MetricsExporter as MetricsExporter
     from torchrl_vllm_sync.observe.page import Dashboard as Dashboard
-    from torchrl_vllm_sync.observe.status import MetricsExporter as MetricsExporter
     from torchrl_vllm_sync.observe.status import ReplicaStatus as ReplicaStatus
     from torchrl_vllm_sync.observe.status import ServiceStatus as ServiceStatus
     from torchrl_vllm_sync.observe.views import save_timeline as save_timeline
@@ -67,10 +67,10 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.audit import AuditReport as AuditReport
     from torchrl_vllm_sync.weights.audit import WeightDifference as WeightDifference
     from torchrl_vllm_sync.weights.auto import AutoTransport as AutoTransport
-    from torchrl_vllm_sync.weights.auto import IPCTransport as IPCTransport
     from torchrl_vllm_sync.weights.broadcast.transport import (
         BroadcastTransport as BroadcastTransport,
     )
+    from torchrl_vllm_sync.weights.ipc import IPCTransport as IPCTransport
     from torchrl_vllm_sync.weights.module import ParamMeta as ParamMeta
     from torchrl_vllm_sync.weights.p2p.transport import P2PTransport as P2PTransport
     from torchrl_vllm_sync.weights.snapshots.data_file import SnapshotReader as SnapshotReader

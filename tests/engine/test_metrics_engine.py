@@ -14,7 +14,7 @@ from tests.engine.checks import perturbed
 from tests.engine.requests import endless, eventually, slowed
 from torchrl_vllm_sync import attach, log_pushes, save_timeline
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.observe.status import metrics_port
+from torchrl_vllm_sync.observe.metrics import metrics_port
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from torchrl_vllm_sync.observe.status import METRICS, PREFIX
+from torchrl_vllm_sync.observe.metrics import METRICS, PREFIX
 
 BOARD = json.loads((Path(__file__).parents[2] / "tutorials" / "grafana.json").read_text())
 TARGETS = [

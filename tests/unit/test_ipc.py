@@ -9,7 +9,7 @@ from tests.fakes.weights import SERVING, Answered, DescribingClient, open_transp
 from torchrl_vllm_sync import IPCTransport, ParamMeta
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights import auto, source
+from torchrl_vllm_sync.weights import ipc, source
 from torchrl_vllm_sync.weights.source import MappingSource
 
 TENSORS = {
@@ -158,7 +158,7 @@ def here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(source, "current_device", lambda kind: torch.device("cpu"))
-    monkeypatch.setattr(auto, "device_uuid", lambda device: "GPU-own")
+    monkeypatch.setattr(ipc, "device_uuid", lambda device: "GPU-own")
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda one: (None, "it"))
 
 

@@ -8,15 +8,14 @@ import pytest
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import ReplicaUnavailableError, RequestLostError
-from torchrl_vllm_sync.observe.status import (
+from torchrl_vllm_sync.observe.metrics import (
     METRICS,
     PREFIX,
-    ReplicaStatus,
-    ServiceStatus,
     push_readings,
     request_readings,
     status_readings,
 )
+from torchrl_vllm_sync.observe.status import ReplicaStatus, ServiceStatus
 from torchrl_vllm_sync.replica import EngineCounters, Latency, LoadReport, PushReport
 from torchrl_vllm_sync.service.requests import REQUEST_ENDS, RequestCounts
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
@@ -87,7 +87,7 @@ def as_version_source(version: VersionLike) -> Callable[[], int]:
     name = "version" if isinstance(version, PolicyVersion) else "weight_version"
     if hasattr(owner, name) and not isinstance(owner, type):
         return partial(getattr, owner, name)
-    if callable(version) and not isinstance(version, (type, nn.Module, WeightUpdater)):
+    if callable(version) and not isinstance(version, (type, torch.nn.Module, WeightUpdater)):
         return version
     known = "an int, a function that returns one, a service, a WeightUpdater or a PolicyVersion"
     raise UnsupportedArgumentError(f"version must be {known}, got {type(version).__name__}")
@@ -405,7 +405,7 @@ class RolloutCorrection(Transform):
 
     def __init__(
         self,
-        policy: nn.Module | None = None,
+        policy: torch.nn.Module | None = None,
         *,
         weigh: Literal["token", "sequence"] | None = None,
         cap: float | None = 2.0,

@@ -264,7 +264,7 @@ class DashboardLogger(Logger):
         """Shows the histogram of values.
 
         Args:
-            name, data, **kwargs: Their name, the values, and what the other logger takes.
+            name, data, kwargs: Their name, the values, and what the other logger takes.
         """
         self._show(name, data)
         if self.also:
@@ -278,7 +278,7 @@ class DashboardLogger(Logger):
         """Passes a video on to the other logger.
 
         Args:
-            name, video, step, **kwargs: That logger's.
+            name, video, step, kwargs: That logger's.
         """
         if self.also:
             self.also.log_video(name, video, step=step, **kwargs)

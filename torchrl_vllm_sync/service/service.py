@@ -31,8 +31,8 @@ from torchrl_vllm_sync.engine.args import (
     prepare_engine_args,
 )
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumentError
+from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
-from torchrl_vllm_sync.observe.status import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, PushReport, ReplicaState
 from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
