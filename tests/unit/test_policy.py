@@ -266,8 +266,23 @@ SETTINGS = {
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_so_they_are_with_every_setting(mode, pad_output, setting):
+    if mode != "text" and pad_output and setting == "of the prompt, too":
+        pytest.skip("TorchRL pads these on the other side than their tokens: see the next test")
     settings = {"mode": mode, "pad_output": pad_output, **SETTINGS[setting]}
     assert_rows_are_torchrls(lambda: asked(mode, (4,), lazy=True), **settings)
+
+
+@pytest.mark.parametrize("mode", ["history", "tokens"])
+def test_log_probs_of_prompts_stand_with_their_tokens_where_rows_are_padded(mode):
+    settings = {"mode": mode, "sampling": {"prompt_logprobs": 1}}
+    padded, ragged = (
+        policy_of(vLLMWrapper, pad_output=is_padded, **settings)(asked(mode, (4,), lazy=True))
+        for is_padded in (True, False)
+    )
+    wanted = ragged.get(("log_probs", "prompt"), as_list=True)
+    assert len({*map(len, wanted)}) > 1
+    for found, one in zip(padded["log_probs", "prompt"], wanted, strict=True):
+        assert torch.equal(found[-len(one) :], one)
 
 
 @pytest.mark.parametrize("pad_output", [False, True])

@@ -554,8 +554,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         prompt: Any = None
         if answers.params.prompt_logprobs is not None and not of_chats:
             prompt = [_torchrl._build_prompt_logprobs(one) for one in answers.outputs]
-            # To the right, as TorchRL does, where rows are padded.
-            prompt, _ = _padded(prompt, torch.float32, padding, on_left=not self.pad_output)
+            # To the left, as the tokens; TorchRL 0.14 pads these to the right.
+            prompt, _ = _padded(prompt, torch.float32, padding, on_left=True)
             if prompt.any() if self.pad_output else prompt.numel():
                 missing = prompts.shape[-1] - prompt.shape[-1]
                 entries["prompt"] = prompt = torch.nn.functional.pad(prompt, (missing, 0))
