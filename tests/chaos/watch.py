@@ -24,11 +24,11 @@ class Watch:
         choose = balancer._choose
 
         def watched(*args):
-            candidates, chosen, position = choose(*args)
+            candidates, chosen = choose(*args)
             now = {one.replica_id: one for one in balancer.load.snapshots()}[chosen.replica_id]
             if not now.state.admits_requests:
                 self.bad_choices.append((time.monotonic(), now))
-            return candidates, chosen, position
+            return candidates, chosen
 
         balancer._choose = watched
 
