@@ -121,8 +121,8 @@ class Soak:
 
     def _exhaust(self, others):
         """Fills the memory of the actor that began last, and waits for whom the monitor killed."""
-        find, load = self.service.replicas.membership.find, self.service.load
-        before = {one.replica_id: find(one.replica_id).num_restarts for one in others}
+        load = self.service.load
+        before = {one.replica_id: self._num_restarts(one.replica_id) for one in others}
         killed = set()
 
         def note():
@@ -141,12 +141,14 @@ class Soak:
 
     def _await_restart(self, replica_id, before=None):
         """Waits until it is known that a replica was killed, and until it is there again."""
-        find = self.service.replicas.membership.find
         deadline = time.monotonic() + REPAIR_S
-        before = find(replica_id).num_restarts if before is None else before
-        while find(replica_id).num_restarts == before:
+        before = self._num_restarts(replica_id) if before is None else before
+        while self._num_restarts(replica_id) == before:
             assert time.monotonic() < deadline, f"replica {replica_id} was not restarted"
             time.sleep(0.05)
+
+    def _num_restarts(self, replica_id):
+        return self.service.replicas.membership.find(replica_id).num_restarts
 
     def call(self, stop, ended):
         """Sends requests until told to stop; every one is answered, once."""
