@@ -67,7 +67,7 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 # it has ended. A selection may leave one of them nothing to do, which is pytest's status 5.
 test: MARKS := -m "not slow"
 test: $(STAMP)  ## Prove what is promised, in ten minutes (PYTEST_ARGS="-k memmap" selects)
-test-all: $(STAMP)  ## Run all tests, in three quarters of an hour
+test-all: $(STAMP)  ## Run all tests, in 40 minutes
 test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'
 
