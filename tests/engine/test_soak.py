@@ -43,6 +43,6 @@ def test_what_processes_hold_is_looked_at_between_pushes_and_steps(plain):
 
 def test_memory_that_is_kept_is_noticed(plain):
     kept = []
-    looks = flat.watched(plain, lambda: kept.append(bytearray(b"x" * 2**23)), 4)
+    looks = flat.watched(plain, lambda: kept.append(bytearray(b"x" * 2**25)), 4)
     (told,) = flat.grown(looks)
     assert told.startswith("trainer: ")
