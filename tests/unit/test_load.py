@@ -4,14 +4,15 @@ import gc
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RpcError
 
 from tests.fakes.routing import snapshot
-from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.errors import LaunchError
+from torchrl_vllm_sync import LoadBalancer, ReplicaState
+from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, Silence
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
 from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
@@ -179,6 +180,29 @@ def test_engines_with_other_block_sizes_are_not_launched():
         _check_block_sizes([described("0", 16), described("1", 16), described("2", 32)])
     for told in ("0: its KV-cache blocks have 16 tokens", "2: its KV-cache blocks have 32 tokens"):
         assert told in str(caught.value)
+
+
+def test_what_a_mark_has_checked_cannot_change_before_it_is_made(monkeypatch):
+    """Nor can another thread remove the replica meanwhile; ``set_floor`` checks nothing before."""
+    tracker, could_others, changing = LoadTracker(["0"], state=SERVING), [], LoadTracker._changing
+
+    def watched(self, replica_id):
+        with ThreadPoolExecutor(1) as other:
+            could_others.append(other.submit(self.lock.acquire, blocking=False).result(10))
+            if could_others[-1]:
+                other.submit(self.lock.release).result(10)
+        return changing(self, replica_id)
+
+    monkeypatch.setattr(LoadTracker, "_changing", watched)
+    assert tracker.mark("0", ReplicaState.FAILED, "gone")
+    assert not tracker.mark("7", ReplicaState.FAILED, "never there")
+    tracker.set_floor("0", 1)
+    assert could_others == [False, True]
+
+
+def test_a_balancers_interval_is_refused_by_name():
+    with pytest.raises(UnsupportedArgumentError, match="monitor_interval_s must be greater than 0"):
+        LoadBalancer([object()], monitor_interval_s=0)
 
 
 def test_failed_mark_sticks_until_a_report_of_serving():

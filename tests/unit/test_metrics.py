@@ -36,11 +36,23 @@ KNOWN = ReplicaStatus(
 SILENT = ReplicaStatus(replica_id="1", state=ReplicaState.FAILED, in_flight=0)
 
 
+# What each tag's values look like: they stand in the order of their metric's names.
+VALUES = {
+    "service": "s",
+    "replica": r"\d+",
+    "state": "|".join(ReplicaState),
+    "quantile": r"0\.5|0\.99",
+    "phase": r"[a-z]\w*",
+    "end": "answered|lost|failed|cancelled|committed",
+}
+
+
 def told(readings):
     """Name and tags in order to the value, each but once."""
     readings = list(readings)
     for one in readings:
-        assert len(one.tags) + 1 == len(METRICS[one.name].tags), one
+        for name, value in zip(METRICS[one.name].tags, ("s", *one.tags), strict=True):
+            assert re.fullmatch(VALUES[name], value), one
     found = {(one.name, *one.tags): one.value for one in readings}
     assert len(found) == len(readings)
     return found

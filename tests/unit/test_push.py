@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fakes.weights import Replicas, Transport
+from tests.fakes.weights import Answered, Replicas, Transport
 from torchrl_vllm_sync import AutoTransport, ParamMeta, ReplicaState
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
     StaleVersionError,
@@ -25,7 +26,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 from torchrl_vllm_sync.weights import source as source_module
-from torchrl_vllm_sync.weights.push import WeightPusher
+from torchrl_vllm_sync.weights.push import WeightPusher, catch_up_from_others
 from torchrl_vllm_sync.weights.transport import Standing, awaited_replicas
 
 WEIGHTS = {"w": torch.ones(2)}
@@ -516,6 +517,20 @@ def test_who_cannot_read_the_store_gets_the_weights_from_another(
     transport.last_version = 1
     assert pusher.catch_up(["b"], 1.0) == {}
     assert asked == [(["b"], ["a"], 1)]
+
+
+@pytest.mark.parametrize(("timeout_s", "givers"), [(0.0, ["a"]), (60.0, ["a", "b"])])
+def test_a_catch_up_that_is_late_waits_for_no_further_giver(timeout_s, givers):
+    asked = []
+
+    class Hung:
+        def start_calls(self, method, calls, **_):
+            asked.extend(calls if method == "offer_weights" else ())
+            return Answered(dict.fromkeys(calls, TimeoutError("hung")))
+
+    failed = catch_up_from_others(Hung(), ["c"], ["a", "b"], 1, Deadline(timeout_s))
+    assert asked == givers
+    assert isinstance(failed["c"], TimeoutError)
 
 
 def test_every_push_looks_where_the_weights_are(pusher, transport, monkeypatch):

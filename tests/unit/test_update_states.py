@@ -1,18 +1,26 @@
 """In which state an update leaves a replica, and whose push it lets in."""
 
+import asyncio
 import dataclasses
 import shutil
+import time
 
 import pytest
 import torch
 
-from tests.fakes.engine import quiet_engine
+from tests.fakes.engine import BareUpdates, quiet_engine
 from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.answers import AdmissionGate
 from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
-from torchrl_vllm_sync.errors import PushUnderWayError, SnapshotError, StaleVersionError, SyncError
+from torchrl_vllm_sync.errors import (
+    PushUnderWayError,
+    SilentEngineError,
+    SnapshotError,
+    StaleVersionError,
+    SyncError,
+)
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, is_locked
@@ -75,6 +83,25 @@ async def test_a_swap_that_fails_serves_what_it_did_or_nothing(updates):
         await swap(updates, 3, "half a swap")
     assert (updates._gate.state, updates.version) == (STALE, 0)
     assert not updates.can_swap("keep", False)  # the next one freezes it
+
+
+class SlowWorker:
+    """Answers after a while."""
+
+    def sync_plan_writes(self, metadata):
+        time.sleep(0.3)
+        return {"error": ""}
+
+
+async def test_one_that_waits_for_its_turn_is_not_silent():
+    """Its workers have all of the time afterwards; those that need more are named."""
+    updates = BareUpdates([SlowWorker()])
+    asked = asyncio.create_task(Arrivals(updates, list).plan_writes([], timeout_s=1.0))
+    async with updates.exclusive(1.0):
+        await asyncio.sleep(0.85)
+    assert await asked == [{"error": ""}]
+    with pytest.raises(SilentEngineError, match="planning took longer than"):
+        await Arrivals(updates, list).plan_writes([], timeout_s=0.1)
 
 
 async def test_an_update_that_fails_does_not_let_it_serve(updates):

@@ -6,7 +6,6 @@ takes a third of the time (Python 3.11, vLLM 0.32).
 
 import contextlib
 import gc
-import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -23,8 +22,7 @@ with collecting_no_garbage():
 def first_in_children() -> Iterator[None]:
     """Has spawned processes, and theirs, import this file in the place of the main module."""
     main = sys.modules["__main__"]
-    before = main.__spec__
-    main.__spec__ = importlib.util.find_spec("torchrl_vllm_sync.engine.preload")
+    before, main.__spec__ = main.__spec__, __spec__
     try:
         yield
     finally:

@@ -231,6 +231,8 @@ def catch_up_from_others(
         offer = ask(client, "offer_weights", {giver: ()}, deadline.left_s).get(giver, reason)
         if isinstance(offer, BaseException):
             reason = offer
+            if deadline.passed:  # each of the others might be waited for, too
+                break
             continue
         try:
             while left and offer["version"] == version and not deadline.passed:
@@ -495,7 +497,7 @@ class WeightPusher:
             for last_try in (version is not None, True):
                 chosen = ledger.next_version(version, transport.last_version)
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source, chosen, limit_s, mode, clear_cache, times)
+                push = Push(source, chosen, limit_s, mode, clear_cache)
                 content, start = Content(given), time.perf_counter()
                 reports = deliver(transport, self._members, push)
                 if options.audit:
@@ -523,17 +525,17 @@ class WeightPusher:
                 self._open(source)
         if not commits(reports, strict=strict):
             raise WeightSyncError(chosen, failures)
-        seconds = time.perf_counter() - begin
+        seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
         report = PushReport(
             version=chosen,
             transport=self.transport.name,  # which may have changed
             num_bytes=num_bytes,
             seconds=seconds,
-            phases=times.seconds,
+            phases=times.seconds | push.times.seconds,
             replicas=reports,
             left_behind=failures,
             began_at=time.time() - seconds,
-            phase_starts={name: at - begin for name, at in times.starts.items()},
+            phase_starts={name: at - begin for name, at in starts.items()},
         )
         return report, is_news
 
