@@ -247,6 +247,21 @@ def test_a_send_that_breaks_off_leaves_the_old_version(transport, client):
         assert_holds(replica, 3, 2)
 
 
+def test_what_is_not_confirmed_is_not_served(transport, client):
+    send(transport, client, 1, 1)
+
+    def refuse():
+        raise RuntimeError("not these")
+
+    with pytest.raises(RuntimeError, match="not these"):
+        fakes.send(transport, client, weights(2), 2, confirm=refuse)
+    for replica in client.replicas.values():
+        assert_holds(replica, 1, 1)
+    send(transport, client, 3, 2)
+    for replica in client.replicas.values():
+        assert_holds(replica, 3, 2)
+
+
 @pytest.mark.parametrize("transport", STORING, indirect=True)
 def test_going_back_is_refused(transport, client):
     send(transport, client, 1, 5)

@@ -173,13 +173,18 @@ def test_without_an_audit_the_same_fault_is_served(plain, model):
     assert {one.name for one in found(plain, model)} == {DOWN}
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_weights_that_are_not_finite_are_refused_before_anything_is_sent(plain, model, value):
+@pytest.mark.parametrize(
+    ("value", "transport"),
+    [(torch.nan, MemmapTransport), (torch.inf, broadcast), (-torch.inf, P2PTransport)],
+)
+def test_weights_that_are_not_finite_are_refused_before_they_are_served(
+    plain, model, value, transport
+):
     before, kept = plain.weight_version, load_tiny_model(model.name_or_path)
     with torch.no_grad():
         model.get_parameter(DOWN)[3, 5] = value
     with pytest.raises(errors.NonFiniteWeightsError, match=DOWN) as caught:
-        plain.push_weights(model)
+        plain.push_weights(model, transport=transport())
     assert caught.value.names == [DOWN]
     assert plain.weight_version == before
     assert_holds(plain, kept)

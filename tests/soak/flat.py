@@ -87,10 +87,10 @@ def grown(looks):
 
 
 def options(checkpoint):
-    """Of engines with two memories: two replicas on CPUs, or one on each GPU but the last."""
+    """Of engines with two memories: two replicas on CPUs, or one on each GPU, but on a last one of several."""
     shared = {"model_name": checkpoint, "stage_weights": True, **ENGINE}
     if gpus := torch.cuda.device_count():
-        return shared | {"num_replicas": gpus - 1, "dtype": "bfloat16", "compile": False}
+        return shared | {"num_replicas": max(1, gpus - 1), "dtype": "bfloat16", "compile": False}
     plain = "tests.engine.plain_worker.PlainWorker"
     return shared | {"num_replicas": 2, "worker_extension_cls": plain}
 

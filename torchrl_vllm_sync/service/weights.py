@@ -131,7 +131,7 @@ class Weights:
 
         Raises:
             WeightMismatchError: The weights do not fit the model; nothing was sent.
-            NonFiniteWeightsError: They hold NaN or infinity; nothing was sent.
+            NonFiniteWeightsError: They hold NaN or infinity; no engine serves any of them.
             TransferError: ``audit`` cannot be done, see :meth:`audit`; nothing was sent.
             StaleVersionError: ``version`` is older than the newest, or this process pushed other
                 weights under it; nothing was sent.

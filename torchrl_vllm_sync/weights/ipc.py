@@ -113,6 +113,7 @@ class IPCTransport:
         Raises:
             WeightMismatchError: A tensor is not on the transport's device. Nothing was sent.
         """
+        push.confirm()
         deadline, num_chunks, is_whole = Deadline(push.timeout_s), 0, False
         with push.times.measure("begin_s"):
             for name, tensor in views_of(push.source) or ():

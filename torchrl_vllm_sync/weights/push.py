@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import threading
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.errors import (
+    NonFiniteWeightsError,
     PushUnderWayError,
     ServiceClosedError,
     StaleVersionError,
@@ -475,8 +477,6 @@ class WeightPusher:
                 source = fit_to_model(given, self._expected())
                 check = None if options.allow_nonfinite else FiniteCheck(source)
                 was_ours = stack.enter_context(self._turn(ending))
-                if check is not None:
-                    check.end()
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
                     raise StaleVersionError(
@@ -490,16 +490,29 @@ class WeightPusher:
                 if options.audit:
                     self._auditor.plan(joined, metadata, FIRST_TIMEOUT_S)
                 self._take_stock()
+
+            @functools.cache
+            def confirm() -> Content:
+                if check is not None:
+                    check.end()
+                return Content(given)
+
             num_bytes = sum(meta.num_bytes for meta in metadata)
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
             kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
             # Once more if another process's versions were followed meanwhile, and are as many.
             for last_try in (version is not None, True):
+                attempted = ledger.attempted
                 chosen = ledger.next_version(version, transport.last_version)
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source, chosen, limit_s, mode, clear_cache)
-                content, start = Content(given), time.perf_counter()
-                reports = deliver(transport, self._members, push)
+                push = Push(source, chosen, limit_s, mode, clear_cache, confirm)
+                start = time.perf_counter()
+                try:
+                    reports = deliver(transport, self._members, push)
+                except NonFiniteWeightsError:  # nobody knows of this version
+                    ledger.attempted = attempted
+                    raise
+                content = confirm()
                 if options.audit:
                     with times.measure("audit_s"):
                         reports = self._audited(push, reports)

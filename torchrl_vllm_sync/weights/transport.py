@@ -18,7 +18,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import EngineDescription, LoadReport, ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torchrl_vllm_sync.weights.source import WeightSource
 
@@ -93,6 +93,8 @@ class Push:
     timeout_s: float  # after which a silent replica counts as failed
     mode: PauseMode = "keep"
     clear_cache: bool = False
+    # Refuses weights that must not be served: transports call it while these are not, yet.
+    confirm: Callable[[], object] = lambda: None
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
     @property
@@ -315,7 +317,8 @@ class WeightTransport(Protocol):
 
         Args:
             members: The replicas.
-            push: What to send.
+            push: What to send. Its ``confirm()`` is called before an engine could serve any of it,
+                and what it raises ends the push.
 
         Returns:
             Replica id to the fields of its ``LoadReport``, or to the exception that came instead.

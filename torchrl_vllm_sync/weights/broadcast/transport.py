@@ -214,6 +214,7 @@ class BroadcastTransport:
             WeightMismatchError: A tensor is on another device, or too wide for a bucket. Nothing
                 was sent.
         """
+        push.confirm()
         begin, times, group = time.perf_counter(), push.times, self._group
         deadline = Deadline(push.timeout_s)
         if group is None:

@@ -191,7 +191,7 @@ class P2PTransport:
                 raise_exceptions({n: one for n, one in refusals if isinstance(one, TransferError)})
             writable = {name: one for name, one in begun.items() if name not in failed(begun)}
             with times.measure("send_s"):
-                self._write(push.source, writable, shards)
+                self._write(push, writable, shards)
         except BaseException:
             if shards is not None:  # other ranks may be writing still, and must not to what is next
                 self.close()
@@ -267,7 +267,8 @@ class P2PTransport:
             worker.bind(number, self._device, descriptors)
         return answers
 
-    def _write(self, source: WeightSource, numbers: dict[str, Any], shards: Shards | None) -> None:
+    def _write(self, push: Push, numbers: dict[str, Any], shards: Shards | None) -> None:
+        source = push.source
         mapped = [
             worker.use(number)
             for name, of in numbers.items()
@@ -293,6 +294,7 @@ class P2PTransport:
                 writes.write(shards.source.shards(), [one.shards for one in mapped], self._device)
                 writes.finish(self._device)
             writes.write(shards.renamed(shards.source.rest()), whole, self._device)
+        push.confirm()  # while the GPU writes
         writes.finish(self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -525,6 +525,7 @@ class MemmapTransport:
                 other weights.
             SnapshotError: It could not be published; the last one stays in place.
         """
+        push.confirm()
         self._publish(push.source, push.version, push.times)
         with push.times.measure("acknowledge_s"):
             return members.start(
