@@ -87,7 +87,7 @@ def grown(looks):
 
 
 def options(checkpoint):
-    """Of engines with two memories: two replicas on CPUs, or one on each GPU, but on a last one of several."""
+    """Of engines with two memories: two on CPUs, or one on each GPU but the last of several."""
     shared = {"model_name": checkpoint, "stage_weights": True, **ENGINE}
     if gpus := torch.cuda.device_count():
         return shared | {"num_replicas": max(1, gpus - 1), "dtype": "bfloat16", "compile": False}

@@ -1,6 +1,7 @@
 """A model's parameters with two memories behind their addresses."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from torchrl_vllm_sync.errors import TransferError
+from torchrl_vllm_sync.weights.p2p import memory
 from torchrl_vllm_sync.weights.p2p.memory import (
     HANDLE_BYTES,
+    CudaMemory,
+    CudaRange,
     Handover,
     WeightArena,
     hand_over,
@@ -157,10 +161,10 @@ def test_handles_and_a_plan_go_into_one_message(gigabytes):
 
 
 def test_descriptors_are_handed_over_and_closed(tmp_path):
-    memory, door = new_memory(1000, CPU), Handover()
+    shared, door = new_memory(1000, CPU), Handover()
     open_before = descriptors()
     giving = threading.Thread(
-        target=hand_over, args=(door.path, {"rank": 3}, memory.export(), 10.0)
+        target=hand_over, args=(door.path, {"rank": 3}, shared.export(), 10.0)
     )
     giving.start()
     said, (descriptor,) = door.take(time.monotonic() + 10)
@@ -181,6 +185,56 @@ def test_no_wait_for_a_worker_or_a_trainer_is_endless():
     door.close()
     with pytest.raises(TransferError, match="the trainer did not take"):
         hand_over(door.path, {}, new_memory(10, CPU).export(), 0.05)
+
+
+def test_after_a_peer_that_said_nothing_the_others_are_still_watched():
+    door = Handover()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(door.path)
+
+    def watch():
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        door.take(time.monotonic() + 30, watch)
+    door.close()
+
+
+class Driver:
+    """CUDA's, for memory of several handles, of which a call fails when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.fails_at = [], None
+        monkeypatch.setattr(memory, "_cuda", self)
+        monkeypatch.setattr(memory, "_granularity", lambda _: 2 << 20)
+
+    def __call__(self, function, *args):
+        if self.fails_at == function and function in [name for name, _ in self.calls]:
+            raise TransferError(f"{function} failed: planted")
+        self.calls.append((function, args))
+        if function == "cuMemExportToShareableHandle":
+            args[0]._obj.value = os.dup(0)
+
+    def of(self, function):
+        return [args for name, args in self.calls if name == function]
+
+
+def test_what_a_failed_call_of_cuda_leaves_is_given_back(monkeypatch):
+    driver, gpu = Driver(monkeypatch), torch.device("cuda", 0)
+    written, there = CudaMemory(3 * HANDLE_BYTES, gpu), CudaRange(3 * HANDLE_BYTES, gpu)
+    open_before = descriptors()
+    driver.fails_at = "cuMemExportToShareableHandle"
+    with pytest.raises(TransferError, match="planted"):
+        written.export()
+    assert descriptors() <= open_before
+    driver.fails_at = "cuMemMap"
+    with pytest.raises(TransferError, match="planted"):
+        there.show(written)
+    there.close()
+    ((_, num_bytes),) = driver.of("cuMemUnmap")
+    assert num_bytes.value == HANDLE_BYTES
+    assert driver.of("cuMemAddressFree")
+    written.close()
 
 
 def test_another_process_writes(arena):

@@ -200,10 +200,15 @@ class CudaMemory:
 
     def export(self) -> list[int]:
         found: list[int] = []
-        for handle in self.handles:
-            fd, wanted = ctypes.c_int(), (_ulong(handle), _POSIX, _ulong(0))
-            _cuda("cuMemExportToShareableHandle", ctypes.byref(fd), *wanted)
-            found.append(fd.value)
+        try:
+            for handle in self.handles:
+                fd, wanted = ctypes.c_int(), (_ulong(handle), _POSIX, _ulong(0))
+                _cuda("cuMemExportToShareableHandle", ctypes.byref(fd), *wanted)
+                found.append(fd.value)
+        except TransferError:
+            for one in found:
+                os.close(one)
+            raise
         return found
 
     def close(self) -> None:
@@ -220,24 +225,26 @@ class CudaRange:
         address, zero = ctypes.c_ulonglong(), _ulong(0)
         size = ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), zero, zero)
-        self._address, self._is_shown = address.value, False
+        self._address, self._num_mapped = address.value, 0  # bytes, from the first
         self.data = torch.empty(0)
 
     def show(self, memory: Any) -> None:
         """No kernel may be running that uses the addresses."""
-        if self._is_shown:
-            _cuda("cuMemUnmap", _ulong(self._address), ctypes.c_size_t(self._num_bytes))
-        self._is_shown, offset, zero = False, 0, _ulong(0)
+        self._unmap()
         for handle, size in zip(memory.handles, memory.sizes, strict=True):
-            length, at = ctypes.c_size_t(size), _ulong(self._address + offset)
-            _cuda("cuMemMap", at, length, ctypes.c_size_t(0), _ulong(handle), zero)
-            offset += size
+            length, at = ctypes.c_size_t(size), _ulong(self._address + self._num_mapped)
+            _cuda("cuMemMap", at, length, ctypes.c_size_t(0), _ulong(handle), _ulong(0))
+            self._num_mapped += size
         access = _Access(_Location(_DEVICE, self._device.index), _READ_WRITE)
         whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
-        self._is_shown = True
         if not self.data.numel():  # torch looks at the memory once
             self.data = torch.as_tensor(self, device=self._device)
+
+    def _unmap(self) -> None:
+        if self._num_mapped:
+            _cuda("cuMemUnmap", _ulong(self._address), ctypes.c_size_t(self._num_mapped))
+        self._num_mapped = 0
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -247,10 +254,8 @@ class CudaRange:
     def close(self) -> None:
         """Gives the addresses back: nothing may hold ``data`` any more."""
         if self._num_bytes:
-            whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
-            if self._is_shown:
-                _cuda("cuMemUnmap", *whole)
-            _cuda("cuMemAddressFree", *whole)
+            self._unmap()
+            _cuda("cuMemAddressFree", _ulong(self._address), ctypes.c_size_t(self._num_bytes))
         self._num_bytes = 0
 
 
@@ -317,12 +322,12 @@ class Handover:
     ) -> tuple[dict[str, object], list[int]]:
         """Returns what one says and sends; meanwhile calls ``watch``, which may raise."""
         said, descriptors = b"", list[int]()
-        while watch is not None and time.monotonic() < deadline:
-            if _readable(self._listener, POLL_S):
-                break
-            watch()
         try:
             while not said:  # one that died before it sent has said nothing
+                while watch is not None and time.monotonic() < deadline:
+                    if _readable(self._listener, POLL_S):
+                        break
+                    watch()
                 self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
                 with contextlib.closing(self._listener.accept()[0]) as connection:
                     _check_peer(connection)
