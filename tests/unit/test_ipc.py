@@ -222,3 +222,13 @@ def test_a_replica_that_is_lost_is_done_without(here):
     outcome = push_parts(engines)
     assert outcome.failures == {"1": "no answer"}
     assert engines.called[-1] == ("finish_weight_update", ["0"])
+
+
+def test_engines_have_their_own_way_again_where_one_cannot_begin(here):
+    engines = Engines(replica_1=("init_weight_transfer_engine", 0, OSError("no")))
+    transport = IPCTransport(buffer_bytes=160)
+    with pytest.raises(TransferError, match="replica 1: no"):
+        send(transport, engines, MappingSource(TENSORS), 7)
+    assert engines.called[-1] == ("use_transfer_engine", ["0", "1"])
+    engines.failing = {}
+    assert not send(transport, engines, MappingSource(TENSORS), 7).failures

@@ -99,11 +99,15 @@ class IPCTransport:
             is_old = Version(Version(one.vllm_version).base_version) < _FIRST_WITH_PACKING_AT_INIT
             inits[name] = ({} if is_old else {"packed": True},)
             self._fields[name] = {"packed": True} if is_old else {}
-        uses = members.start("use_transfer_engine", "ipc")
-        raise_exceptions(uses.answers(SHORT_TIMEOUT_S))
-        calls = members.client.start_calls("init_weight_transfer_engine", inits)
-        raise_exceptions(calls.answers(SHORT_TIMEOUT_S))
         self._client, self._joined = members.client, dict(members.incarnations)
+        try:
+            uses = members.start("use_transfer_engine", "ipc")
+            raise_exceptions(uses.answers(SHORT_TIMEOUT_S))
+            calls = members.client.start_calls("init_weight_transfer_engine", inits)
+            raise_exceptions(calls.answers(SHORT_TIMEOUT_S))
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Sends one filling of the buffer after the other, to those that hold the version too.
