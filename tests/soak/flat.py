@@ -135,8 +135,8 @@ def main():
     ):
         for case, looks in parts(service, args.transports, args.pushes, args.steps):
             for name, values in looks.items():
-                told = f"{values[0]:6.0f} to {values[-1]:6.0f} MiB, at most {max(values):6.0f}"
-                sys.stdout.write(f"{case:24s} {name:16s} {told}\n")
+                told = " ".join(f"{one:.0f}" for one in values)
+                sys.stdout.write(f"{case:24s} {name:16s} {told} MiB\n")
                 sys.stdout.flush()
                 recorder.add(case=case, system=name, metric="memory", unit="MiB", samples=values)
             found += grown(looks)
