@@ -5,6 +5,7 @@ the same order, and have the sizes, learning rate and clipping of ``tutorials/01
 
 - ``ours``: ``RolloutCollector``, ``GroupAdvantage``, ``RolloutStorage``, ``TrainerPolicy``, push.
 - ``one-off``, ``four-off``: the same with ``max_staleness=1``, and ``4``.
+- ``discarding``: as many rows under way as ``one-off``, and what is older when it ends dropped.
 - ``torchrl-classes``: ``LLMCollector``, ``MCAdvantage``, ``LazyStackStorage`` and
   ``TransformersWrapper``; on two GPUs vLLM's own NCCL push, see ``peers/vllm_nccl.py``. Service,
   policy and ``TextReward`` are this library's.
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync import AsyncVLLM
 
-SETUPS = ("ours", "one-off", "four-off", "torchrl-classes", "trl")
+SETUPS = ("ours", "one-off", "four-off", "discarding", "torchrl-classes", "trl")
 MAX_NORM = 1.0
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "include_stop_str_in_output": True}
 NUM_TRL_STEPS = 2000  # whose problems are made before it begins
@@ -118,6 +119,14 @@ class OverService:
         greedy = partial(self.bench.policy, temperature=0.0)
         (found,) = evaluate(self.arguments, self.service, greedy)
         return found
+
+    def old(self) -> dict[Any, list[float]]:
+        """How old rows were when they were trained, and how many were dropped."""
+        ages = self.system.ages
+        return {
+            ("rows of each age, from 0", "rows"): [ages[one] for one in range(max(ages) + 1)],
+            ("rows discarded", "rows"): [getattr(self.system.collecting, "num_dropped", 0)],
+        }
 
     def close(self) -> None:
         self.settle()
@@ -212,6 +221,8 @@ def run(name: str, arguments: argparse.Namespace, service: Any, deadline: float)
         found = curve(
             setup, use, seconds=60 * arguments.minutes, every_s=arguments.every, deadline=deadline
         )
+        if name != "trl":
+            found |= setup.old()
     for (metric, unit), samples in found.items():
         recorder.add(case=arguments.dataset, system=name, metric=metric, unit=unit, samples=samples)
     return recorder.write(smoke=arguments.smoke, directory=arguments.out)
