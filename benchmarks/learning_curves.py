@@ -94,11 +94,16 @@ class OverService:
         self.bench.updater.push_weights()  # those that training begins with
         self.system = SYSTEMS[name](self.bench)
         self.arguments, self.service, self.generate = arguments, service, service.generate
-        self.num_tokens, self.rewards = 0, []
-        service.generate = self.counted  # what the policy calls
+        self.num_tokens, self.rewards, self.agenerate = 0, [], service.agenerate
+        service.generate, service.agenerate = self.counted, self.acounted  # what the policy calls
 
     def counted(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.generate(*args, **kwargs)
+        return self.count(self.generate(*args, **kwargs))
+
+    async def acounted(self, *args: Any, **kwargs: Any) -> Any:
+        return self.count(await self.agenerate(*args, **kwargs))
+
+    def count(self, outputs: Any) -> Any:
         self.num_tokens += sum(len(one.token_ids) for of in outputs for one in of.outputs)
         return outputs
 
@@ -118,6 +123,7 @@ class OverService:
     def evaluate(self) -> float:
         greedy = partial(self.bench.policy, temperature=0.0)
         (found,) = evaluate(self.arguments, self.service, greedy)
+        self.num_tokens = 0
         return found
 
     def old(self) -> dict[Any, list[float]]:
@@ -132,7 +138,7 @@ class OverService:
         self.settle()
         self.system.close()
         self.bench.updater.disconnect()
-        self.service.generate = self.generate
+        self.service.generate, self.service.agenerate = self.generate, self.agenerate
 
 
 class OverTRL:

@@ -1,8 +1,7 @@
 """Held-out accuracy over seconds of training, as a picture of the records of ``learning_curves``.
 
 ``python -m benchmarks.learning_curves_report`` draws one PNG for each data set and machine from the
-newest records in ``benchmarks/results``, with a line for each set-up, and prints the seconds that
-each took to the accuracy that all reached.
+newest records in ``benchmarks/results``, and prints each set-up's seconds to what all reached.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ test, p > 0.01), which those of ``discarding`` must not be.
 takes in what will fit when it has grown; ``vllm`` takes in what fits at the moment, with a fixed
 number of requests in flight. At most 1 % may be preempted, at 0.97 of the speed of the best fixed
 number that is no more than what is offered. What does not hold is an error at the end.
-
 ``python -m benchmarks.pacing --model FOLDER`` takes six minutes on a GPU, ``--smoke`` half a one.
 """
 
@@ -35,7 +34,7 @@ import torch
 from tensordict import set_list_to_stack
 
 from benchmarks.grpo_systems import Bench, Case, Learner, Task
-from benchmarks.live_engines import counted_actor, counts, engine_options, local_ray, reset, start
+from benchmarks.live_engines import counted_actor, counts, engine_options, local_ray, start
 from benchmarks.phases import Clock
 from benchmarks.record import Recorder, parser_of
 from tests.engine.paced import Trained, in_order, same, train
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 # Requests in flight, of what the cache holds: those that are offered, and fixed numbers.
 LOADS, FIXED = (1.0, 2.0, 4.0, 8.0), (0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
-PROMPT_TOKENS, BLOCK_TOKENS = 256, 32
+PROMPT_TOKENS, BLOCK_TOKENS = 128, 32
 
 
 def ask(number: int) -> str:
@@ -124,7 +123,6 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
             prompts = Bench(service, learner, case, task).asked()
             asyncio.run(answered(service, prompts[: 2 * arguments.holds], params, len(prompts)))
             for load in loads[1:3] if arguments.smoke else loads:
-                reset(service)
                 before, begin = counts(service), time.perf_counter()
                 at_once = int(load * arguments.holds)
                 num_tokens = asyncio.run(answered(service, prompts, params, at_once))
@@ -157,7 +155,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--tokens", type=int, default=320 if real else 120, help="of each")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
-        arguments.rows, arguments.max_tokens, arguments.holds, arguments.tokens = 64, 60, 4, 64
+        arguments.rows, arguments.max_tokens, arguments.holds, arguments.tokens = 64, 60, 4, 80
     elif arguments.rows is None:
         arguments.rows = 8 * arguments.holds if arguments.kv else 10_240 if real else 480
     most = 8 * arguments.holds if arguments.kv else 3 * arguments.batch
