@@ -37,7 +37,7 @@ from benchmarks.grpo_systems import Bench, Case, Learner, Task
 from benchmarks.live_engines import counted_actor, counts, engine_options, local_ray, start
 from benchmarks.phases import Clock
 from benchmarks.record import Recorder, parser_of
-from tests.engine.paced import Trained, in_order, same, train
+from tests.engine.paced import Trained, discard, in_order, same, train
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def rollouts(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tupl
             bench = Bench(service, learner, case, Task(iter(()), arguments.sampling))
             trained = Trained(service, bench.updater, partial(change, learner.model))
             trained.updater.push_weights()
-            begin, how = time.perf_counter(), {"discards": discards, "ask": ask}
-            dropped = train(trained, bench.policy(), num_batches, rows, staleness, **how)
+            begin, way = time.perf_counter(), discard if discards else train
+            dropped = way(trained, bench.policy(), num_batches, rows, staleness, ask=ask) or 0
             found = lengths[system] = trained.lengths
             ages = Counter(one for each in trained.ages for one in each)
             p_value = same(lengths["synchronous"], found)
@@ -111,7 +111,7 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
     from vllm import SamplingParams
 
     learner, num = Learner(arguments.checkpoint, Clock()), arguments.rows
-    case, task = Case("", num, 0, group=1), Task(({"query": [ask(at)]} for at in count()), {})
+    size, task = Case("", num, 0, group=1), Task(({"query": [ask(at)]} for at in count()), {})
     seeds = range(num) if arguments.model is None else [None] * num
     params = [SamplingParams(**arguments.sampling | {"seed": one}) for one in seeds]
     cache = arguments.holds * arguments.tokens // BLOCK_TOKENS
@@ -120,7 +120,7 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
     for system, loads in (("vllm", FIXED), ("ours", LOADS)):
         options["additional_config"] = {"fit_kv_cache": system == "ours"}
         with start(arguments.checkpoint, actor_class=counted_actor(), **options) as service:
-            prompts = Bench(service, learner, case, task).asked()
+            prompts = Bench(service, learner, size, task).asked()
             asyncio.run(answered(service, prompts[: 2 * arguments.holds], params, len(prompts)))
             for load in loads[1:3] if arguments.smoke else loads:
                 before, begin = counts(service), time.perf_counter()

@@ -3,27 +3,26 @@
 import itertools
 import math
 import re
+from queue import SimpleQueue
 
 import torch
 from torchrl.envs import StepCounter
 from torchrl.envs.llm.chat import ChatEnv
 
 from torchrl_vllm_sync import RolloutCollector
+from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.rollouts import _group_size
 from torchrl_vllm_sync.rl.rows import Columns, joined
 
 GROUP = 4
 
 
-def make_env(rows, tokenizer, ask="What is {}?".format, *, group=GROUP):
-    """Questions by number, for four rows each; a batch is gone when a collector is built."""
-    numbers = (max(at * group - rows, 0) // GROUP for at in itertools.count())
+def make_env(rows, tokenizer, ask="What is {}?".format):
+    """Questions by number, each for a group; a batch is gone when a collector is built."""
+    gone = rows // GROUP
+    questions = ({"query": [ask(max(at - gone, 0))]} for at in itertools.count())
     env = ChatEnv.from_dataloader(
-        ({"query": [ask(one)]} for one in numbers),
-        batch_size=(rows,),
-        repeats=group,
-        tokenizer=tokenizer,
-        input_mode="history",
+        questions, batch_size=(rows,), repeats=GROUP, tokenizer=tokenizer, input_mode="history"
     )
     return env.append_transform(StepCounter(max_steps=1))
 
@@ -81,6 +80,9 @@ class Trained:
         self.across += int((rows["max_policy_version"] > rows["policy_version"]).sum())
         self.lengths += sampled.sum(-1).tolist()
         self.asked.append(asked(rows))
+        self.push()
+
+    def push(self):
         self.change()
         self.updater.push_weights()
 
@@ -90,11 +92,10 @@ class Trained:
         return [*map(max, self.ages)]
 
 
-def train(trained, policy, num_batches, rows, staleness, *, discards=False, **asking):
-    """Trains on so many batches; returns how many rows were discarded, one by one if any."""
-    kind, group = (DiscardingCollector, 1) if discards else (RolloutCollector, GROUP)
-    collector = kind(
-        make_env(rows, policy.tokenizer, group=group, **asking),
+def train(trained, policy, num_batches, rows, staleness, **asking):
+    """Trains on so many batches."""
+    collector = RolloutCollector(
+        make_env(rows, policy.tokenizer, **asking),
         policy=policy,
         dialog_turns_per_batch=rows,
         total_dialog_turns=num_batches * rows,
@@ -103,7 +104,33 @@ def train(trained, policy, num_batches, rows, staleness, *, discards=False, **as
     for batch in collector:
         trained.step(batch)
     collector.shutdown()
-    return getattr(collector, "num_dropped", 0)
+
+
+def discard(trained, policy, num_batches, rows, staleness, ask="What is {}?".format):
+    """The same number of rows, of those that end first; returns how many were too old by then.
+
+    As many are under way as a paced collector may have.
+    """
+    under_way, ended, ready, num_asked, num_dropped = set(), SimpleQueue(), [], 0, 0
+    while len(trained.lengths) < num_batches * rows:
+        while len(under_way) < (1 + staleness) * rows:
+            chat = [{"role": "user", "content": ask(num_asked // GROUP)}]
+            under_way.add(one := start(policy._asked([chat], 1)[0]))
+            one.add_done_callback(ended.put)
+            num_asked += 1
+        under_way.remove(one := ended.get(timeout=60))
+        ready += one.result()
+        if len(ready) >= rows:
+            ages = [trained.service.weight_version - one.min_version for one in ready]
+            kept = [at for at, age in enumerate(ages) if age <= staleness]
+            trained.ages.append([ages[at] for at in kept])
+            trained.lengths += [len(ready[at].outputs[0].token_ids) for at in kept]
+            num_dropped += len(ready) - len(kept)
+            ready = []
+            trained.push()
+    for one in under_way:
+        one.cancel()
+    return num_dropped
 
 
 def same(first, second):

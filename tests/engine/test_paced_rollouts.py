@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from tensordict import set_list_to_stack
 from torchrl.data import ConsumingSampler, LazyStackStorage
 
-from tests.engine.paced import GROUP, Trained, in_order, make_env, same, train
+from tests.engine.paced import GROUP, Trained, discard, in_order, make_env, same, train
 from tests.engine.requests import eventually
 from tests.engine.rollouts import QUIET, TOKENIZER
 from torchrl_vllm_sync import Pacer, RayReplayBuffer, RolloutCollector, WeightUpdater, vLLMWrapper
@@ -46,18 +46,15 @@ def make_policy(service, **sampling):
     )
 
 
-def run(service, checkpoint, num_batches, staleness, rows=ROWS, *, discards=False, **sampling):
-    """What was trained, and how many rows were discarded."""
+def run(service, checkpoint, num_batches, staleness, rows=ROWS, **sampling):
     trained = Trained(service, WeightUpdater(service, source=load_tiny_model(checkpoint)))
-    policy = make_policy(service, **sampling)
-    dropped = train(trained, policy, num_batches, rows, staleness, discards=discards)
-    if not discards:  # none is lost, and none comes twice
-        assert trained.asked == in_order(num_batches, rows)
-    return trained, dropped
+    train(trained, make_policy(service, **sampling), num_batches, rows, staleness)
+    assert trained.asked == in_order(num_batches, rows)  # none is lost, and none comes twice
+    return trained
 
 
 def test_no_row_is_older_than_the_bound_and_answers_go_on_across_pushes(service, checkpoint):
-    trained, _ = run(service, checkpoint, 10, 2, ignore_eos=True)
+    trained = run(service, checkpoint, 10, 2, ignore_eos=True)
     assert trained.oldest == [0, 1] + [2] * 8
     assert trained.across
     assert {*trained.lengths} == {60}
@@ -66,7 +63,7 @@ def test_no_row_is_older_than_the_bound_and_answers_go_on_across_pushes(service,
 def test_without_the_pace_rows_get_older(service, checkpoint, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(Ledger, "_batches_ahead", lambda *_: 0)
-    assert max(run(service, checkpoint, 6, 2, ignore_eos=True)[0].oldest) > 2
+    assert max(run(service, checkpoint, 6, 2, ignore_eos=True).oldest) > 2
 
 
 MANY, BATCHES = 16, 30
@@ -77,14 +74,14 @@ SAMPLING = {"max_tokens": 200, "seed": 0, "stop_token_ids": [*range(40, 56)]}
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # three runs of training, of 480 rows each
 def test_lengths_are_those_of_synchronous_training_and_not_so_by_discarding(service, checkpoint):
-    wanted, _ = run(service, checkpoint, BATCHES, 0, MANY, **SAMPLING)
-    found, _ = run(service, checkpoint, BATCHES, 2, MANY, **SAMPLING)
+    wanted = run(service, checkpoint, BATCHES, 0, MANY, **SAMPLING)
+    found = run(service, checkpoint, BATCHES, 2, MANY, **SAMPLING)
     assert max(wanted.oldest) == 0
     assert max(found.oldest) == 2
     assert max(wanted.lengths) > 100 > 16 > min(wanted.lengths)
     assert same(wanted.lengths, found.lengths) > 0.01
-    biased, dropped = run(service, checkpoint, BATCHES, 2, MANY, discards=True, **SAMPLING)
-    assert dropped
+    biased = Trained(service, WeightUpdater(service, source=load_tiny_model(checkpoint)))
+    assert discard(biased, make_policy(service, **SAMPLING), BATCHES, MANY, 2)
     assert same(wanted.lengths, biased.lengths) < 0.01
 
 
