@@ -1,7 +1,8 @@
 """Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each.
 
-``tests/unit/test_resumption.py`` names those that continue an answer. Log-probabilities of a step
-travel from the engine core as three arrays, not as three a row, which is most of what they cost
+``tests/unit/test_resumption.py`` names those that continue an answer, and
+``tests/engine/test_fitting.py`` those that admit requests. Log-probabilities of a step travel from
+the engine core as three arrays, not as three a row, which is most of what they cost
 (``vllm/v1/core/sched/scheduler.py``, ``v1/engine/logprobs.py``).
 """
 
@@ -166,12 +167,8 @@ def unpack(outputs: Sequence[EngineCoreOutput], samples: Mapping[str, Any]) -> N
             )
 
 
-class _Fitting(_Base):
-    """Runs as many requests as the KV cache will hold when they have grown, not as it holds now.
-
-    Answers are to get as long as others did, by Kaplan and Meier's estimate: those that still run
-    count, too, so that short ones, which end first, mislead nobody.
-    """
+class _Own(_Base):
+    """Packs outputs; runs as many requests as the KV cache will hold when they have grown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -190,12 +187,13 @@ class _Fitting(_Base):
             self._steps_left -= 1
             # vLLM asserts that not more run than may, and counts sessions that wait for input.
             limit = max(1, self._limit, len(self.running)) + self.num_waiting_for_streaming_input
-            limit = min(limit, self._most)
-        setattr(self, self._limit_name, limit)
+        setattr(self, self._limit_name, min(limit, self._most))
         return super().schedule(*args, **kwargs)
 
     def _fitting(self) -> int:
         """How many may run, if those that join are as the first that waits."""
+        # Answers get as long as others did, by Kaplan and Meier's estimate: those that run count,
+        # too, so that short ones, which end first, mislead nobody.
         if self._ended.sum() > RECENT_ANSWERS:  # training changes them
             self._ended, self._capped = self._ended / 2, self._capped / 2
         first, size = self.waiting.peek_request(), len(self._ended)
@@ -210,11 +208,11 @@ class _Fitting(_Base):
         shares = np.where(steps <= left, shares, 0.0)  # of each that still runs then
         grown = shares * steps - (1 - shares) * lengths
         spread = shares * (1 - shares) * (lengths + steps) ** 2
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
-        free = free - grown[:-1].sum(0)
+        blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        free = blocks * self.block_size - grown[:-1].sum(0)
         each = np.maximum(first.num_tokens + self.block_size + grown[-1], 1.0)
-        more = np.maximum(0.0, free / each)  # if all were as long as is to be expected
-        free -= DEVIATIONS * np.sqrt(spread[:-1].sum(0) + more * spread[-1])
+        spread = spread[:-1].sum(0) + np.maximum(0.0, free / each) * spread[-1]
+        free -= DEVIATIONS * np.sqrt(spread)
         return len(self.running) + int((free / each).min() // 1)
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,8 +225,6 @@ class _Fitting(_Base):
         self._capped[at] += status is RequestStatus.FINISHED_LENGTH_CAPPED
         return super()._free_request(request, *args, **kwargs)
 
-
-class _Packing(_Base):
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         by_client = super().update_from_output(*args, **kwargs)
         for one in by_client.values():
@@ -236,10 +232,10 @@ class _Packing(_Base):
         return by_client
 
 
-class PackingScheduler(_Packing, _Fitting, Scheduler): ...
+class PackingScheduler(_Own, Scheduler): ...
 
 
-class PackingAsyncScheduler(_Packing, _Fitting, AsyncScheduler): ...
+class PackingAsyncScheduler(_Own, AsyncScheduler): ...
 
 
 def pack_on_the_way(config: VllmConfig) -> None:
