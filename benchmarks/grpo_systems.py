@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -21,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.live_engines import engine_options
 from benchmarks.peers.trl_grpo import TRL, questions, score
+from tests.engine.paced import DiscardingCollector
 from torchrl_vllm_sync import (
     AsyncVLLM,
     GenerationStatistics,
@@ -308,6 +311,7 @@ class TorchRLClasses(System):
         )
         self.ess: list[torch.Tensor] = []
         self.rewards: list[torch.Tensor] = []
+        self.ages = Counter[int]()  # rows by versions between sampling and training
 
     def make_env(self) -> ChatEnv:
         """Chats of one turn, in groups."""
@@ -366,6 +370,7 @@ class TorchRLClasses(System):
         found = self.loss_fn(batch)
         self.ess.append(found.ESS.detach())
         self.rewards.append(batch["next", "reward"].mean())
+        self.ages.update((self.bench.service.weight_version - batch["policy_version"]).tolist())
         return found.mean(reduce=True)
 
 
@@ -439,6 +444,16 @@ class FourOff(OneOff):
     collector: ClassVar[Any] = partial(RolloutCollector, max_staleness=4)
 
 
+class Discarding(OneOff):
+    """As many rows under way as one step off, of which what is older when it ends is dropped."""
+
+    name = "ours, discarding"
+    collector: ClassVar[Any] = partial(DiscardingCollector, max_staleness=1)
+
+    def settle(self) -> None:
+        wait(self.collecting._groups, timeout=600)
+
+
 class Checked(Ours):
     """The same with all that notices wrong numbers: statistics, corrections, audited pushes.
 
@@ -490,6 +505,7 @@ SYSTEMS: dict[str, Callable[[Bench], Any]] = {
     "ours": Ours,
     "one-off": OneOff,
     "four-off": FourOff,
+    "discarding": Discarding,
     "checked": Checked,
     "torchrl-classes": TorchRLClasses,
     "trl": trl,

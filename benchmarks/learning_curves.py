@@ -5,6 +5,7 @@ the same order, and have the sizes, learning rate and clipping of ``tutorials/01
 
 - ``ours``: ``RolloutCollector``, ``GroupAdvantage``, ``RolloutStorage``, ``TrainerPolicy``, push.
 - ``one-off``, ``four-off``: the same with ``max_staleness=1``, and ``4``.
+- ``discarding``: as many rows under way as ``one-off``, and what is older when it ends dropped.
 - ``torchrl-classes``: ``LLMCollector``, ``MCAdvantage``, ``LazyStackStorage`` and
   ``TransformersWrapper``; on two GPUs vLLM's own NCCL push, see ``peers/vllm_nccl.py``. Service,
   policy and ``TextReward`` are this library's.
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync import AsyncVLLM
 
-SETUPS = ("ours", "one-off", "four-off", "torchrl-classes", "trl")
+SETUPS = ("ours", "one-off", "four-off", "discarding", "torchrl-classes", "trl")
 MAX_NORM = 1.0
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "include_stop_str_in_output": True}
 NUM_TRL_STEPS = 2000  # whose problems are made before it begins
@@ -93,11 +94,16 @@ class OverService:
         self.bench.updater.push_weights()  # those that training begins with
         self.system = SYSTEMS[name](self.bench)
         self.arguments, self.service, self.generate = arguments, service, service.generate
-        self.num_tokens, self.rewards = 0, []
-        service.generate = self.counted  # what the policy calls
+        self.num_tokens, self.rewards, self.agenerate = 0, [], service.agenerate
+        service.generate, service.agenerate = self.counted, self.acounted  # what the policy calls
 
     def counted(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.generate(*args, **kwargs)
+        return self.count(self.generate(*args, **kwargs))
+
+    async def acounted(self, *args: Any, **kwargs: Any) -> Any:
+        return self.count(await self.agenerate(*args, **kwargs))
+
+    def count(self, outputs: Any) -> Any:
         self.num_tokens += sum(len(one.token_ids) for of in outputs for one in of.outputs)
         return outputs
 
@@ -117,13 +123,22 @@ class OverService:
     def evaluate(self) -> float:
         greedy = partial(self.bench.policy, temperature=0.0)
         (found,) = evaluate(self.arguments, self.service, greedy)
+        self.num_tokens = 0
         return found
+
+    def old(self) -> dict[Any, list[float]]:
+        """How old rows were when they were trained, and how many were dropped."""
+        ages = self.system.ages
+        return {
+            ("rows of each age, from 0", "rows"): [ages[one] for one in range(max(ages) + 1)],
+            ("rows discarded", "rows"): [getattr(self.system.collecting, "num_dropped", 0)],
+        }
 
     def close(self) -> None:
         self.settle()
         self.system.close()
         self.bench.updater.disconnect()
-        self.service.generate = self.generate
+        self.service.generate, self.service.agenerate = self.generate, self.agenerate
 
 
 class OverTRL:
@@ -212,6 +227,8 @@ def run(name: str, arguments: argparse.Namespace, service: Any, deadline: float)
         found = curve(
             setup, use, seconds=60 * arguments.minutes, every_s=arguments.every, deadline=deadline
         )
+        if name != "trl":
+            found |= setup.old()
     for (metric, unit), samples in found.items():
         recorder.add(case=arguments.dataset, system=name, metric=metric, unit=unit, samples=samples)
     return recorder.write(smoke=arguments.smoke, directory=arguments.out)

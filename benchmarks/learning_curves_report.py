@@ -1,12 +1,13 @@
 """Held-out accuracy over seconds of training, as a picture of the records of ``learning_curves``.
 
 ``python -m benchmarks.learning_curves_report`` draws one PNG for each data set and machine from the
-newest records in ``benchmarks/results``, with a line for each set-up.
+newest records in ``benchmarks/results``, and prints each set-up's seconds to what all reached.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import RESULTS, picture, runs_of
@@ -18,6 +19,7 @@ SETUPS = {
     "ours": ("this library", "tab:blue"),
     "one-off": ("this library, one step off", "tab:green"),
     "four-off": ("this library, up to four steps off", "tab:olive"),
+    "discarding": ("one step off, discarding", "tab:red"),
     "torchrl-classes": ("TorchRL's classes", "tab:orange"),
     "trl": ("TRL", "tab:gray"),
 }
@@ -33,6 +35,15 @@ def lines(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Lines]:
         of = found.setdefault((first["case"], run["hardware"]), {})
         of[first["system"]] = (samples["seconds of training"], samples["held-out accuracy"])
     return found
+
+
+def seconds_to(accuracy: float, line: tuple[list[float], list[float]]) -> float:
+    """Seconds until an accuracy that was reached, between evaluations in proportion."""
+    points = [*zip(*line, strict=True)]
+    for (since, before), (until, after) in pairwise(points):
+        if before < accuracy <= after:
+            return since + (accuracy - before) / (after - before) * (until - since)
+    return points[0][0]
 
 
 def draw(case: str, hardware: str, drawn: Lines, path: Path) -> None:
@@ -54,6 +65,9 @@ def draw(case: str, hardware: str, drawn: Lines, path: Path) -> None:
 def main() -> int:
     for (case, hardware), drawn in lines([*runs_of("learning_curves").values()]).items():
         draw(case, hardware, drawn, RESULTS / f"learning_curves_{case}_{hardware}.png")
+        same = min(max(reached) for _, reached in drawn.values())
+        for name, line in drawn.items():
+            print(f"{case}, {hardware}, {name}: {seconds_to(same, line):.1f} s to {same:.1%}")
     return 0
 
 

@@ -70,6 +70,7 @@ class Service(CannedService):
     """Answers of another length each, and nobody to call by itself."""
 
     actors = (None,)
+    weight_version = 3
 
 
 class Updater:
@@ -115,9 +116,11 @@ def test_set_ups_train_on_the_same_problems_in_the_same_order(tmp_path, monkeypa
             setup = OverService(name, arguments, Service())
             seconds = [setup.step() for _ in range(3)]
             mean_reward, num_tokens = setup.sampled()
+            old = setup.old()
             setup.close()
         assert asked[:6] == wanted, name
         assert min(seconds) > 0
+        assert sum(old["rows of each age, from 0", "rows"]) == 3 * CASE.rows
         assert mean_reward * 3 * CASE.rows <= num_tokens  # one step off has sampled more
 
 
@@ -151,6 +154,12 @@ def test_a_picture_shows_each_set_ups_newest_record(tmp_path, monkeypatch):
         (tmp_path / f"learning_curves_{at}.json").write_text(json.dumps(run))
     assert learning_curves_report.main() == 0
     assert (tmp_path / "learning_curves_sums_h200x2.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seconds_are_those_at_which_an_accuracy_was_first_reached():
+    line = [0.0, 10.0, 20.0, 30.0], [0.1, 0.1, 0.3, 0.2]
+    assert learning_curves_report.seconds_to(0.2, line) == pytest.approx(15)
+    assert learning_curves_report.seconds_to(0.1, line) == 0
 
 
 def test_every_set_up_has_a_line():

@@ -1,8 +1,9 @@
 """Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each.
 
-``tests/unit/test_resumption.py`` names those that continue an answer. Log-probabilities of a step
-travel from the engine core as three arrays, not as three a row, which is most of what they cost
-(``benchmarks/packed_logprobs.py``; ``vllm/v1/core/sched/scheduler.py``, ``v1/engine/logprobs.py``).
+``tests/unit/test_resumption.py`` names those that continue an answer, and
+``tests/engine/test_fitting.py`` those that admit requests. Log-probabilities of a step travel from
+the engine core as three arrays, not as three a row, which is most of what they cost
+(``vllm/v1/core/sched/scheduler.py``, ``v1/engine/logprobs.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
 from torchrl_vllm_sync.replica import EngineCounters, Latency
 
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    _Base = Scheduler
+else:
+    _Base = object
 
 Take = Callable[[list[Any]], object]  # takes the workers' answers
 # vLLM's label for weights without one: those of the launch.
@@ -52,6 +58,10 @@ _EXCEPTION = re.compile(
 )
 # The last of these, of which the quantiles of latencies are.
 MAX_FIRST_TOKENS, MAX_TOKEN_GAPS = 256, 4096
+# How requests are fitted into the cache: answers remembered, moments looked at, standard deviations
+# of their needs that are kept free, and steps after which it is worked out again.
+RECENT_ANSWERS, NUM_MOMENTS, DEVIATIONS, STEPS_BETWEEN = 4096, 16, 2.0, 8
+LIMITS = "max_num_active_reqs", "max_num_running_reqs"  # of vLLM 0.32, and of earlier ones
 
 
 class StatsRecorder(StatLoggerBase):
@@ -157,18 +167,75 @@ def unpack(outputs: Sequence[EngineCoreOutput], samples: Mapping[str, Any]) -> N
             )
 
 
-class _Packing:
+class _Own(_Base):
+    """Packs outputs; runs as many requests as the KV cache will hold when they have grown."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ended, self._capped = np.zeros((2, self.max_model_len + 1))  # answers by length
+        self._limit_name = next(one for one in LIMITS if one in vars(self))
+        self._most = self._limit = getattr(self, self._limit_name)
+        self._steps_left, options = 0, self.vllm_config.additional_config
+        wanted = not isinstance(options, dict) or options.get("fit_kv_cache", True)
+        self._fits = wanted and len(self.kv_cache_config.kv_cache_groups) == 1
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        limit = self._most
+        if self._fits and self.waiting:
+            if self._steps_left == 0 or not self.running:
+                self._limit, self._steps_left = self._fitting(), STEPS_BETWEEN
+            self._steps_left -= 1
+            # vLLM asserts that not more run than may, and counts sessions that wait for input.
+            limit = max(1, self._limit, len(self.running)) + self.num_waiting_for_streaming_input
+        setattr(self, self._limit_name, min(limit, self._most))
+        return super().schedule(*args, **kwargs)
+
+    def _fitting(self) -> int:
+        """How many may run, if those that join are as the first that waits."""
+        # Answers get as long as others did, by Kaplan and Meier's estimate: those that run count,
+        # too, so that short ones, which end first, mislead nobody.
+        if self._ended.sum() > RECENT_ANSWERS:  # training changes them
+            self._ended, self._capped = self._ended / 2, self._capped / 2
+        first, size = self.waiting.peek_request(), len(self._ended)
+        requests = [*self.running, first]
+        lengths = np.array([one.num_output_tokens for one in requests])
+        known = self._ended + self._capped + np.bincount(lengths, minlength=size)
+        lasts = np.cumprod(1 - self._ended / (known[::-1].cumsum()[::-1] + 1))  # one never ends
+        lengths = lengths[:, None]
+        left = np.maximum(1, np.array([one.max_tokens for one in requests])[:, None] - lengths)
+        steps = np.unique(np.geomspace(1, left.max(), NUM_MOMENTS).astype(int))
+        shares = lasts[np.minimum(lengths + steps, size - 1)] / lasts[lengths]
+        shares = np.where(steps <= left, shares, 0.0)  # of each that still runs then
+        grown = shares * steps - (1 - shares) * lengths
+        spread = shares * (1 - shares) * (lengths + steps) ** 2
+        blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        free = blocks * self.block_size - grown[:-1].sum(0)
+        each = np.maximum(first.num_tokens + self.block_size + grown[-1], 1.0)
+        spread = spread[:-1].sum(0) + np.maximum(0.0, free / each) * spread[-1]
+        free -= DEVIATIONS * np.sqrt(spread)
+        return len(self.running) + int((free / each).min() // 1)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps_left = 0  # to be worked out before it is back
+        return super()._preempt_request(*args, **kwargs)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        at, status = request.num_output_tokens, request.status
+        self._ended[at] += status is RequestStatus.FINISHED_STOPPED
+        self._capped[at] += status is RequestStatus.FINISHED_LENGTH_CAPPED
+        return super()._free_request(request, *args, **kwargs)
+
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        by_client = super().update_from_output(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        by_client = super().update_from_output(*args, **kwargs)
         for one in by_client.values():
             pack(one.outputs)
         return by_client
 
 
-class PackingScheduler(_Packing, Scheduler): ...
+class PackingScheduler(_Own, Scheduler): ...
 
 
-class PackingAsyncScheduler(_Packing, AsyncScheduler): ...
+class PackingAsyncScheduler(_Own, AsyncScheduler): ...
 
 
 def pack_on_the_way(config: VllmConfig) -> None:

@@ -1,0 +1,81 @@
+"""Requests in flight and the KV cache, by vLLM's scheduler without a model."""
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks.routing_sim.engine import _config
+from torchrl_vllm_sync.engine.internals import PackingScheduler
+
+BLOCK, PROMPT, END, MOST, HELD = 16, 32, 2, 512, 40
+# As chat models answer: most are short, and some ten times as long.
+LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 400).clip(8, MOST).astype(int).tolist()
+
+
+def scheduler_of(kind, **options):
+    config = _config()
+    config.scheduler_config.max_num_seqs = 1024
+    config.additional_config = options
+    config.cache_config.block_size = BLOCK
+    blocks = int(HELD * (PROMPT + np.mean(LENGTHS)) / BLOCK)
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return kind(config, cache, StructuredOutputManager(config), block_size=BLOCK)
+
+
+def answer(scheduler, name, at_once, most=MOST):
+    """Steps in which all are answered, and how often one was preempted."""
+    init_none_hash(sha256)
+    prompts = np.random.default_rng(1).integers(5, 30_000, (len(LENGTHS), PROMPT)).tolist()
+    left, wanted, steps, preempted = [*enumerate(LENGTHS)][::-1], {}, 0, 0
+    while left or scheduler.requests:
+        while left and len(scheduler.requests) < at_once:
+            at, length = left.pop()
+            params = SamplingParams(max_tokens=most, stop_token_ids=[END])
+            hasher = get_request_block_hasher(BLOCK, sha256)
+            one = Request(f"{name}{at}", prompts[at], params, None, block_hasher=hasher)
+            wanted[one.request_id] = length
+            scheduler.add_request(one)
+        planned = scheduler.schedule()
+        steps += 1
+        preempted += len(planned.preempted_req_ids or ())
+        names, tokens = [*planned.num_scheduled_tokens], []
+        for one in map(scheduler.requests.get, names):
+            is_last = one.num_output_tokens + 1 >= wanted[one.request_id]
+            is_decoded = one.num_computed_tokens >= one.num_tokens
+            tokens.append([END if is_last else END + 1] if is_decoded else [])
+        places = {name: at for at, name in enumerate(names)}
+        scheduler.update_from_output(planned, ModelRunnerOutput(names, places, tokens))
+    return steps, preempted / len(LENGTHS)
+
+
+def test_what_fits_when_it_has_grown_runs_and_hardly_any_is_preempted():
+    plain = scheduler_of(Scheduler)
+    fixed, thrashed = min(answer(plain, f"{num}", num) for num in (HELD, 2 * HELD))
+    assert thrashed > 0.2
+    ours = scheduler_of(PackingScheduler)
+    _, preempted = answer(ours, "first", 8 * HELD)  # when it knows of no answer yet
+    assert preempted < 0.05
+    for load in (2, 8):
+        steps, preempted = answer(ours, f"{load} times ", load * HELD)
+        assert preempted <= 0.01
+        assert steps <= fixed / 0.9
+
+
+def test_one_runs_even_if_it_may_not_fit():
+    ours = scheduler_of(PackingScheduler)
+    room = ours.kv_cache_manager.block_pool.get_num_free_blocks() * BLOCK
+    assert answer(ours, "", 2, most=room * 2)[0] >= max(LENGTHS)
+
+
+def test_it_can_be_left_to_vllm():
+    ours = scheduler_of(PackingScheduler, fit_kv_cache=False)
+    assert answer(ours, "", 2 * HELD) == answer(scheduler_of(Scheduler), "", 2 * HELD)
