@@ -187,6 +187,7 @@ class Fleet:
                     self._leaving.add(one.replica_id)
                     ending.callback(self._hand_back, member)
                     self._replicas.describe(self._member(one.replica_id))
+                self._call([member], "pin", version).raise_failures()
                 self.share_membership(member)  # for other processes' pushes, whomever they ask
             yield member
 
@@ -215,6 +216,7 @@ class Fleet:
                 known = membership.find(replica_id) if membership else None
                 if known is None or not known.held:  # it was removed, restarted or shut down
                     return
+                self._call([member], "unpin", limit_s=HOLD_BACK_TIMEOUT_S)
                 # Before anybody asks it, or it would say that it serves, as it did all the while.
                 newest, run_id = self._newest([replica_id])
                 self._call([member], "hold_back", newest, run_id, limit_s=HOLD_BACK_TIMEOUT_S)
