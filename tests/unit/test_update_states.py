@@ -337,8 +337,7 @@ async def test_a_pinned_replica_takes_no_other_version_until_it_is_handed_back(s
     updates.hold_back(1, "r")  # by a push that found it
     assert (updates._gate.state, updates.version, updates.whole) == (SERVING, 0, True)
     updates.begin_push(ELSEWHERE, "b", 1)  # its turn, as the one it was pinned in is over
-    updates.unpin()
-    updates.hold_back(1, "r")
+    updates.hold_back(1, "r", let_go=True)
     assert updates._gate.state is STALE
     assert (await stored.load()).version == 1
 

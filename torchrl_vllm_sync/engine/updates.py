@@ -141,21 +141,17 @@ class Updates:
             self._push = None
 
     async def pin(self, version: int | None) -> None:
-        """Refuses all that would change the version, which must be this one, until unpinned."""
+        """Refuses all that would change the version, which must be this one, until it is let go."""
         async with self.exclusive(SHORT_TIMEOUT_S):
-            self.require_whole()
             if version not in (None, self.version):  # it follows snapshots
                 moved = {self.replica_id: f"holds version {self.version}"}
                 raise errors.VersionNotReachedError(version, moved, 0.0)
             self.pinned, self._push = True, None  # the end of a turn is not told to one left out
 
-    def unpin(self) -> None:
-        self.pinned = False
-
     def require_unpinned(self) -> None:
         if self.pinned:
-            held = f"replica {self.replica_id} is pinned at version {self.version}"
-            raise errors.TransferNotReadyError(f"{held}, until it is handed back")
+            at = f"at version {self.version}, until it is handed back"
+            raise errors.TransferNotReadyError(f"replica {self.replica_id} is pinned {at}")
 
     def refuse_older(self, version: int, what: str = "version") -> None:
         if version != self.version:
@@ -399,10 +395,11 @@ class Updates:
         else:
             self.set_state(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
 
-    def hold_back(self, version: int, run_id: str | None) -> None:
+    def hold_back(self, version: int, run_id: str | None, let_go: bool = False) -> None:
         """Takes a replica that missed a push out of service until it holds ``version``."""
+        self.pinned = self.pinned and not let_go
         if self.pinned:
-            return  # whoever hands it back says it again
+            return  # whoever lets go of it says it again
         self._floor = max(self._floor, version)
         # Another run's version of the same number would be taken for this one: it must load anew.
         foreign = self.version == version and run_id not in (None, self.run_id)

@@ -216,10 +216,9 @@ class Fleet:
                 known = membership.find(replica_id) if membership else None
                 if known is None or not known.held:  # it was removed, restarted or shut down
                     return
-                self._call([member], "unpin", limit_s=HOLD_BACK_TIMEOUT_S)
                 # Before anybody asks it, or it would say that it serves, as it did all the while.
                 newest, run_id = self._newest([replica_id])
-                self._call([member], "hold_back", newest, run_id, limit_s=HOLD_BACK_TIMEOUT_S)
+                self._call([member], "hold_back", newest, run_id, True, limit_s=HOLD_BACK_TIMEOUT_S)
                 self._put([member])
                 self._replicas.note_left_behind(newest, [replica_id])
         except BaseException as error:  # an interrupt from the keyboard, too
