@@ -144,8 +144,7 @@ class Updates:
         """Refuses all that would change the version, which must be this one, until it is let go."""
         async with self.exclusive(SHORT_TIMEOUT_S):
             if version not in (None, self.version):  # it follows snapshots
-                moved = {self.replica_id: f"holds version {self.version}"}
-                raise errors.VersionNotReachedError(version, moved, 0.0)
+                raise errors.VersionNotReachedError(version, {self.replica_id: "moved on"}, 0.0)
             self.pinned, self._push = True, None  # the end of a turn is not told to one left out
 
     def require_unpinned(self) -> None:

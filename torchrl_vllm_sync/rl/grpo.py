@@ -22,7 +22,6 @@ from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import ConfigError, RunStateError
 from torchrl_vllm_sync.rl import tasks
 from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
@@ -342,8 +341,8 @@ def _saved(config: GRPOConfig) -> Path | None:
     except RunStateError as error:
         raise ConfigError({"logging.resume": f"finds no save to go on from: {error}"}) from error
     was, now = about["settings"], config._of_rows
-    told = {one: f"was {shown(was.get(one))} in the run saved in {folder}" for one in now}
-    if wrong := {one: f"{told[one]}, got {now[one]}" for one in now if was.get(one) != now[one]}:
+    told = {one: f"was {was.get(one)!r} in the run saved in {folder}" for one in now}
+    if wrong := {one: f"{told[one]}, got {now[one]!r}" for one in now if was.get(one) != now[one]}:
         raise ConfigError(wrong)
     return folder
 

@@ -99,11 +99,10 @@ class RunState:
         if pacer is not None and own not in (None, pacer):
             raise UnsupportedArgumentError("pacer is not that of collector")
         self.model, self.optimizer, self.updater = model, optimizer, updater
-        self.collector, self._settings = collector, dict(settings or {})
-        self._gate = own if pacer is None else pacer
+        self.collector, self._gate = collector, own if pacer is None else pacer
         is_shared = collector is None or not collector._is_own
         self.pacer = self._gate if is_shared else None  # else it is part of the collector's state
-        given = extra | {"buffer": buffer}
+        given, self._settings = extra | {"buffer": buffer}, dict(settings or {})
         self._others: dict[str, Any] = {n: one for n, one in given.items() if one is not None}
         for name, one in self._others.items():
             for method in ("state_dict", "load_state_dict"):
