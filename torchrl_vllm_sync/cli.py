@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("grpo", _train, about, _GRPO_EPILOG)
     where = "YAML with settings; several are put over each other, the last one on top"
     add("--config", metavar="FILE", action="append", default=[], help=where)
+    add("--resume", action="store_true", help="go on from the newest save: logging.resume=must")
     add("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="a setting, on top")
     return parser
 
@@ -85,7 +86,8 @@ def _train(options: argparse.Namespace, _: Console) -> None:
     """Trains, once the settings are known to be right."""
     from torchrl_vllm_sync.rl.config import GRPOConfig
 
-    config = GRPOConfig.load(*options.config, overrides=options.overrides)
+    overrides = [*options.overrides, *["logging.resume=must"] * options.resume]
+    config = GRPOConfig.load(*options.config, overrides=overrides)
     from torchrl_vllm_sync.rl.grpo import train_grpo  # imports torch
 
     sys.path.insert(0, os.getcwd())  # for env.dataset=module:function

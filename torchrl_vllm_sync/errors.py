@@ -217,7 +217,7 @@ class SilentEngineError(SyncError, TimeoutError):
 
 
 class TransferNotReadyError(SyncError, RuntimeError):
-    """A call of vLLM's weight transfer came out of turn, and did nothing."""
+    """A weight update came out of turn, or to a replica that is pinned, and did nothing."""
 
 
 class PushUnderWayError(SyncError, RuntimeError):

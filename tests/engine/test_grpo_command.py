@@ -1,10 +1,15 @@
 """``torchrl-vllm-sync grpo`` trains a policy, because its weights reach the engine."""
 
 import csv
+import os
+import subprocess
+import sys
 from statistics import fmean
 
 import pytest
+import ray
 
+from tests.engine.requests import eventually
 from torchrl_vllm_sync import GRPOConfig, cli, train_grpo
 
 pytestmark = [
@@ -48,3 +53,46 @@ def test_a_policy_whose_weights_stay_behind_does_not(cluster, tmp_path):
     assert [one["version"] for one in found] == [0] * BATCHES
     assert found[-1]["training/ESS"] < found[0]["training/ESS"] == pytest.approx(1, abs=1e-4)
     assert abs(rise([one["rollout/reward"] for one in found])) < RISE / 2
+
+
+# Engines that compute a row alike, whatever they did before; a save after three batches.
+ALIKE = ["inference_model.seed=0", "inference_model.enable_prefix_caching=false"]
+ALIKE += ["inference_model.engine_args.max_num_seqs=1", "inference_model.max_tokens=8"]
+ALIKE += ["env.num_envs=8", "env.repeats=4", "train.dialog_turns_per_batch=8"]
+ALIKE += ["train.optim_batch_size=4", "logging.checkpoint_frequency=3"]
+
+
+def command(directory, name, num_batches):
+    """The same but for how long it is, and for where it logs."""
+    place = [f"logging.log_dir={directory}/{name}", f"logging.checkpoint_dir={directory}/saved"]
+    return ["grpo", *SETTINGS, *ALIKE, *place, f"train.total_dialog_turns={8 * num_batches}"]
+
+
+def samples(directory):
+    """The sampled answers that were logged of each batch, with reward and version."""
+    found = {}
+    for path in directory.rglob("samples.csv"):
+        with path.open(newline="") as file:
+            for line in csv.DictReader(file):
+                found.setdefault(line.pop("step"), []).append(line)
+    return found
+
+
+def test_a_run_that_is_killed_is_resumed_with_the_same_rows(cluster, tmp_path, capfd):
+    """It is killed two batches after a save, and these are what the resumed run is compared to."""
+    run = [sys.executable, "-m", "torchrl_vllm_sync.cli", *command(tmp_path, "killed", 10**6)]
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(run, env=environment) as process:
+        eventually(lambda: process.poll() is not None or "4" in samples(tmp_path / "killed"), 120)
+        process.kill()
+    wanted = samples(tmp_path / "killed")
+    saves = [one.name for one in (tmp_path / "saved" / "run").glob("step-*")]
+    assert saves == ["step-00000003"]
+    assert cli.main([*command(tmp_path, "resumed", 5), "--resume"]) == 0, capfd.readouterr().err
+    found = samples(tmp_path / "resumed")
+    assert found == {at: wanted[at] for at in "34"}
+    assert [one["version"] for one in found["3"]] == ["3"] * 4
+    for figure in ("loss_objective", "grad_norm", "reward"):
+        before, after = (logged(tmp_path / one, figure) for one in ("killed", "resumed"))
+        assert before[3:5] == after
+    assert len({*map(str, wanted.values())}) == len(wanted)  # else any rows would do

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import os
 import signal
+import sys
+import time
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,14 +13,25 @@ from transformers import AutoTokenizer
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
 from tests.engine.requests import eventually, is_idle, sampling
-from torchrl_vllm_sync import AsyncVLLM, Evaluator, ReplicaState, attach, vLLMWrapper
+from torchrl_vllm_sync import (
+    AsyncVLLM,
+    Evaluator,
+    ReplicaState,
+    SnapshotWriter,
+    attach,
+    vLLMWrapper,
+)
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     RequestLostError,
+    TransferNotReadyError,
     UnsupportedArgumentError,
     VersionNotReachedError,
+    WeightSyncError,
 )
+from torchrl_vllm_sync.service.replicas import Membership
 from torchrl_vllm_sync.testing import load_tiny_model
+from torchrl_vllm_sync.weights.source import as_weight_source
 
 REPAIR_S = 200.0
 PROMPTS = [[5 + one, 9, 11] for one in range(16)]
@@ -76,6 +89,32 @@ def test_a_pinned_replica_keeps_its_version_and_comes_back(elastic, trained, che
     assert elastic.weight_versions == {"0": before + 3, "1": before + 3}
     eventually(lambda: users(elastic) == {"0", "1"})
     eventually(lambda: is_idle(elastic))
+
+
+def test_neither_a_snapshot_nor_a_push_that_finds_it_moves_a_pinned_replica(
+    elastic, trained, checkpoint, tmp_path
+):
+    before = elastic.weight_version
+    later = perturbed(load_tiny_model(checkpoint), seed=103)
+    source = as_weight_source(later)
+    elastic.follow_snapshots(tmp_path, interval_s=0.02)
+    with elastic.pinned() as pinned, SnapshotWriter(tmp_path) as writer:
+        (held,) = pinned.replicas
+        writer.publish(source, source.metadata(), before + 1)
+        elastic.wait_for_version(before + 1, timeout_s=60)
+        time.sleep(0.5)  # the follower's time for many a look
+        blind = attach(elastic.name)  # as a trainer that has yet to learn of the pin
+        blind.replicas.membership = Membership([held], epoch=sys.maxsize)
+        with pytest.raises(WeightSyncError, match=f"is pinned at version {before}"):
+            blind.push_weights(later, version=before + 2, timeout_s=60)
+        with pytest.raises(TransferNotReadyError, match="is pinned"):
+            blind.start_weight_update()
+        assert pinned.weight_version == before
+        assert {one.max_version for one in pinned.generate(PROMPTS, sampling())} == {before}
+        assert distance(pinned, trained, 0) < TOLERANCE
+    elastic.stop_following()
+    elastic.wait_until_serving(timeout_s=60)
+    assert_holds(elastic, later)
 
 
 def test_it_is_handed_back_when_the_body_raises(elastic, trained):

@@ -1,6 +1,7 @@
 """Settings of a GRPO run are merged and refused by key; a run does what they say."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
 from torchrl_vllm_sync import GRPOConfig, GRPORun, TextReward, cli, train_grpo
 from torchrl_vllm_sync.errors import ConfigError
-from torchrl_vllm_sync.rl import grpo
+from torchrl_vllm_sync.rl import grpo, run_state
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 pytestmark = [
@@ -84,6 +85,12 @@ WRONG = {
         "logging.checkpoint_frequency",
         "needs logging.checkpoint_dir",
     ),
+    "resumed from nowhere": (
+        "logging.resume=must",
+        "logging.resume",
+        "needs logging.checkpoint_dir",
+    ),
+    "no way to resume": ("logging.resume=true", "logging.resume", "must be a valid string"),
     "no room": ("inference_model.max_model_len=16", "inference_model.max_model_len", "above"),
 }
 
@@ -154,6 +161,67 @@ def test_what_the_machine_lacks_is_told_before_ray_starts(monkeypatch, capsys, g
         train_grpo(GRPOConfig.load(overrides=overrides))
     assert cli.main(["grpo", *overrides]) == 2
     assert key in capsys.readouterr().err
+
+
+def saved_run(directory, config):
+    """What a command that was killed left, but for the tensors."""
+    folder = directory / grpo.RUN / "step-00000002"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.pt").write_text("all else")
+    about = {"step": 2, "settings": config._of_rows, "files": run_state._sums(folder)}
+    (folder / run_state.ABOUT).write_text(json.dumps(about))
+    return folder
+
+
+def test_only_a_whole_save_of_the_same_run_is_gone_on_from(tmp_path, capsys):
+    def asked(resume, *more):
+        logging = [f"logging.checkpoint_dir={tmp_path}", f"logging.resume={resume}"]
+        return GRPOConfig.load(overrides=[*logging, *more])
+
+    def refused(key, why, *more, resume="must"):
+        with pytest.raises(ConfigError) as caught:
+            train_grpo(asked(resume, *more))
+        assert [*caught.value.problems] == [key]
+        assert why in str(caught.value)
+        assert str(tmp_path) in str(caught.value)
+
+    assert grpo._saved(asked("allow")) is None
+    refused("logging.resume", "there is no saved run")
+    folder = saved_run(tmp_path, GRPOConfig())
+    free = ["train.total_dialog_turns=64", "inference_model.num_devices=1", "logging.log_dir=logs"]
+    for resume in ("must", "allow"):
+        assert grpo._saved(asked(resume, *free)) == folder
+    refused("logging.resume", "is never, and there is a saved run in", resume="never")
+    refused("optimizer.lr", "lr was 0.005 in the run saved in", "optimizer.lr=1e-3")
+    refused("inference_model.seed", "was None", "inference_model.seed=7")
+    assert cli.main(["grpo", "--resume", f"logging.checkpoint_dir={tmp_path}", "train.seed=1"]) == 2
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert "train.seed was 0" in told
+    (folder / "rank-0.pt").write_text("al1 else")
+    refused("logging.resume", "rank-0.pt has 8 bytes")
+
+
+def test_two_saves_are_kept_each_of_weights_that_engines_have(tmp_path):
+    def save(root, *, step):
+        (root / f"step-{step:08d}").mkdir(parents=True)
+
+    config = GRPOConfig.load(
+        overrides=[f"logging.checkpoint_dir={tmp_path}", "logging.checkpoint_frequency=2"]
+    )
+    nothing = SimpleNamespace(save_pretrained=lambda folder: folder.mkdir())
+    run = SimpleNamespace(config=config, learner=SimpleNamespace(model=nothing))
+    state = SimpleNamespace(save=save)
+    for number in range(10):
+        step = SimpleNamespace(number=number, push=None if number == 3 else "a report")
+        grpo._save(run, step, SimpleNamespace(save_pretrained=lambda _: None), state)
+        if number == 5:
+            assert names(tmp_path / grpo.RUN) == ["step-00000002", "step-00000006"]
+    assert names(tmp_path / grpo.RUN) == ["step-00000008", "step-00000010"]
+    assert names(tmp_path) == [grpo.RUN, *(f"step-{one}" for one in (10, 2, 4, 6, 8))]
+
+
+def names(folder):
+    return sorted(one.name for one in folder.iterdir())
 
 
 class Canned(CannedService):

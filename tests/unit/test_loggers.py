@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, pad_sequence
-from torchrl.record.loggers import CSVLogger, ProcessLogger, TensorboardLogger, WandbLogger
+from torchrl.record.loggers import (
+    CSVLogger,
+    MLFlowLogger,
+    ProcessLogger,
+    TensorboardLogger,
+    WandbLogger,
+)
 
 from tests.fakes.rl import Service, stamped_rows
 from torchrl_vllm_sync import (
@@ -515,6 +521,19 @@ def test_samples_are_a_table_for_wandb(monkeypatch):
     shown, step = logged["rollout/samples"]
     assert (shown.columns, step) == (["step", "version", "reward", "prompt", "answer"], 2)
     assert shown.data == [[2, 3, 0.0, "question 0", 'a|b\n"0", <i>']]
+
+
+def test_samples_are_an_artifact_of_mlflow_for_each_step(monkeypatch):
+    texts = {}
+    module = SimpleNamespace(log_text=lambda text, artifact: texts.update({artifact: text}))
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    logger = object.__new__(MLFlowLogger)
+    monkeypatch.setattr(logger, "log_metrics", lambda *_, **__: None, raising=False)
+    with RunLog(logger) as log:
+        log(with_texts(stamped_rows([3], padded=True)), 2)
+    ((artifact, text),) = texts.items()
+    assert artifact == "rollout/samples/step-2.md"
+    assert text.startswith("| step | version |")
 
 
 def test_gpus_are_logged_where_they_are_known(monkeypatch, csv, clock):

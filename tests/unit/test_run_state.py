@@ -356,6 +356,14 @@ def test_another_optimizer_is_refused(tmp_path):
         RunState(model, torch.optim.AdamW([model.weight])).load(tmp_path)
 
 
+def test_other_settings_are_refused_by_key(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    RunState(model, settings={"lr": 0.1, "epochs": 1}).save(tmp_path)
+    with pytest.raises(RunStateError, match=r"settings: lr is 0.1, and here 0.2"):
+        RunState(model, settings={"lr": 0.2, "epochs": 1}).load(tmp_path)
+    assert RunState(model, settings={"lr": 0.1, "epochs": 1}).load(tmp_path) == 0
+
+
 def test_a_part_that_cannot_be_loaded_leaves_all_as_it_was(tmp_path):
     stopped = Program(0)
     stopped.train(1)

@@ -12,7 +12,7 @@ from tests.fakes.engine import BareUpdates, quiet_engine
 from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.answers import AdmissionGate
-from torchrl_vllm_sync.engine.arrivals import Arrivals
+from torchrl_vllm_sync.engine.arrivals import Arrivals, NativeCalls
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
@@ -20,6 +20,8 @@ from torchrl_vllm_sync.errors import (
     SnapshotError,
     StaleVersionError,
     SyncError,
+    TransferNotReadyError,
+    VersionNotReachedError,
 )
 from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
@@ -313,6 +315,31 @@ async def test_what_was_torn_while_it_was_read_is_not_served(stored, fault, monk
     assert stored.done == []
     assert (stored.updates._gate.state, stored.updates.whole) == (STALE, False)
     assert (stored.updates.version, stored.loads.snapshot_source()) == (0, None)
+
+
+async def test_a_pinned_replica_takes_no_other_version_until_it_is_handed_back(stored):
+    updates, engine = stored.updates, stored.updates._engine
+    updates.begin_push(ME, "a", 1)
+    with pytest.raises(VersionNotReachedError, match=r"version 4 .* replica 0 moved on"):
+        await updates.pin(4)
+    await updates.pin(0)
+    native = NativeCalls(updates, engine, updates._gate)
+    for call in (
+        stored.load(),
+        stored.loads.receive_broadcast(1, "", version=1, run_id="r", timeout_s=1.0),
+        stored.loads.take_written([0], version=1, run_id="r", timeout_s=1.0),
+        stored.loads.take_weights({"version": 1, "run_id": "r"}, timeout_s=1.0),
+        native.start_weight_update(timeout_s=1.0),
+        native.update_weight_version("1"),
+    ):
+        with pytest.raises(TransferNotReadyError, match="replica 0 is pinned at version 0, until"):
+            await call
+    updates.hold_back(1, "r")  # by a push that found it
+    assert (updates._gate.state, updates.version, updates.whole) == (SERVING, 0, True)
+    updates.begin_push(ELSEWHERE, "b", 1)  # its turn, as the one it was pinned in is over
+    updates.hold_back(1, "r", let_go=True)
+    assert updates._gate.state is STALE
+    assert (await stored.load()).version == 1
 
 
 async def test_a_load_that_failed_is_told_of_and_not_what_became_of_the_snapshot(stored):

@@ -343,7 +343,7 @@ class EngineActor:
 for _part, _kind, _names in (
     ("_answers", Answers, "run_batch stream generate abort"),
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
-    ("_updates", Updates, "hold_back admit drain undrain"),
+    ("_updates", Updates, "hold_back admit drain undrain pin"),
     ("_native", NativeCalls, ""),
     ("_arrivals", Arrivals, ""),
 ):

@@ -326,6 +326,7 @@ class Arrivals:
         updates, reading = self._updates, contextlib.ExitStack()
         reader = self._reader(directory, run_id=run_id, verify=verify)
         async with updates.exclusive(timeout_s) as deadline:
+            updates.require_unpinned()
             begin, newer_than = time.perf_counter(), updates.version if updates.whole else None
             snapshot = await asyncio.to_thread(reading.enter_context, reader.read(newer_than))
             phases = {"verify_s": time.perf_counter() - begin}
@@ -643,6 +644,7 @@ class NativeCalls:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(setattr, self, "_open", None)
             await stack.enter_async_context(updates.exclusive(timeout_s))
+            updates.require_unpinned()
             updates.require_weights()
             await updates.ask_workers("native_check", what="checking")
             pause = updates.paused(timeout_s, update.mode, update.clear_cache)

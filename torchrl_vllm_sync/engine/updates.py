@@ -84,6 +84,7 @@ class Updates:
         self.whole = True  # whether the weights are known to be all of `version`
         self.apart = False  # whether models may be taken apart for a reload, which the next repairs
         self.held = False  # whether the engine's user has paused it
+        self.pinned = False  # whether the version must stay as it is
         self.asleep: frozenset[str] = frozenset()  # memory put to sleep: "weights", "kv_cache"
         self.run_id: str | None = None  # of the run that the version belongs to, if that is known
         self.num_waiting = 0  # updates that wait for the one under way
@@ -139,7 +140,21 @@ class Updates:
         if self._push == (sender, number):
             self._push = None
 
+    async def pin(self, version: int | None) -> None:
+        """Refuses all that would change the version, which must be this one, until it is let go."""
+        async with self.exclusive(SHORT_TIMEOUT_S):
+            if version not in (None, self.version):  # it follows snapshots
+                raise errors.VersionNotReachedError(version, {self.replica_id: "moved on"}, 0.0)
+            self.pinned, self._push = True, None  # the end of a turn is not told to one left out
+
+    def require_unpinned(self) -> None:
+        if self.pinned:
+            at = f"at version {self.version}, until it is handed back"
+            raise errors.TransferNotReadyError(f"replica {self.replica_id} is pinned {at}")
+
     def refuse_older(self, version: int, what: str = "version") -> None:
+        if version != self.version:
+            self.require_unpinned()
         if version < self.version:
             held = f"{self.version}, which replica {self.replica_id} holds"
             raise errors.StaleVersionError(f"{what} must be at least {held}, got {version}")
@@ -379,8 +394,11 @@ class Updates:
         else:
             self.set_state(ReplicaState.DRAINING if self._drains else ReplicaState.SERVING)
 
-    def hold_back(self, version: int, run_id: str | None) -> None:
+    def hold_back(self, version: int, run_id: str | None, let_go: bool = False) -> None:
         """Takes a replica that missed a push out of service until it holds ``version``."""
+        self.pinned = self.pinned and not let_go
+        if self.pinned:
+            return  # whoever lets go of it says it again
         self._floor = max(self._floor, version)
         # Another run's version of the same number would be taken for this one: it must load anew.
         foreign = self.version == version and run_id not in (None, self.run_id)

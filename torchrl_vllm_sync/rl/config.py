@@ -132,6 +132,7 @@ class InferenceModelConfig:
     max_model_len: Several | None = None  # the model's own otherwise
     enforce_eager: Flag = False  # no CUDA graphs
     enable_prefix_caching: Flag = True
+    seed: Natural | None = None  # of each row, made of it; engines that compute alike sample alike
     verbose: Flag = False  # vLLM's logs
     engine_args: dict[str, Any] = field(default_factory=dict)  # others of from_pretrained
 
@@ -162,8 +163,10 @@ class LoggingConfig:
     experiment_name: str | None = None  # of data set and model otherwise
     backend: Annotated[str, Field(pattern="^(csv|tensorboard|wandb|mlflow|trackio)$")] = "csv"
     log_dir: str = "outputs/grpo"
-    checkpoint_dir: str | None = None  # for the trained weights, as transformers saves them
+    checkpoint_dir: str | None = None  # for weights, as transformers saves them, and RunStates: run
     checkpoint_frequency: Count | None = None  # in batches; in the end otherwise
+    # As W&B's: go on from the newest save (must), if there is one (allow), or have none (never).
+    resume: Annotated[str, Field(pattern="^(never|allow|must)$")] = "never"
 
 
 @dataclass
@@ -233,6 +236,15 @@ class GRPOConfig:
             raise ConfigError(wrong | problems)
         return config
 
+    @property
+    def _of_rows(self) -> dict[str, Any]:
+        """The settings, by key, that rows and losses come from: a run goes on with the same."""
+        how = ("torch_dtype", "temperature", "max_tokens", "max_model_len", "seed")
+        tree = dataclasses.asdict(self)
+        tree["inference_model"] = {name: tree["inference_model"][name] for name in how}
+        del tree["ray"], tree["logging"], tree["train"]["total_dialog_turns"]
+        return {f"{one}.{key}": value for one, of in tree.items() for key, value in of.items()}
+
     def check(self) -> None:
         """Refuses settings that are no such, or do not go together.
 
@@ -247,8 +259,8 @@ class GRPOConfig:
         env, train, engine = self.env, self.train, self.inference_model
         rows, step = train.dialog_turns_per_batch, train.optim_batch_size
         passes, lora = train.gradient_accumulation_steps, self.train_model.lora
-        room = engine.max_model_len
-        of, often = "must be a multiple of", self.logging.checkpoint_frequency
+        room, of = engine.max_model_len, "must be a multiple of"
+        often, resume = self.logging.checkpoint_frequency, self.logging.resume
         rules = [
             ("env.num_envs", env.num_envs, env.num_envs % env.repeats,
              f"{of} env.repeats, which is {env.repeats}"),
@@ -261,6 +273,8 @@ class GRPOConfig:
             ("train.total_dialog_turns", train.total_dialog_turns, not self.num_batches,
              f"must be {rows} at least, which are a batch"),
             ("logging.checkpoint_frequency", often, often and self.logging.checkpoint_dir is None,
+             "needs logging.checkpoint_dir"),
+            ("logging.resume", resume, resume != "never" and self.logging.checkpoint_dir is None,
              "needs logging.checkpoint_dir"),
             ("train_model.lora.r", lora.r, lora.enabled and not lora.r, "must be at least 1"),
             ("inference_model.max_model_len", room, room is not None and room <= engine.max_tokens,

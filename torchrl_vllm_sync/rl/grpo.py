@@ -22,17 +22,19 @@ from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_vllm_sync.errors import ConfigError
+from torchrl_vllm_sync.errors import ConfigError, RunStateError
 from torchrl_vllm_sync.rl import tasks
 from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
 from torchrl_vllm_sync.rl.groups import GroupAdvantage
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+from torchrl_vllm_sync.rl.run_state import SAVED, RunState, newest_save
 from torchrl_vllm_sync.rl.statistics import RunLog
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
+from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 # Decoding in CUDA graphs, without the minute that compiling takes at each start.
 _CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+RUN = "run"  # the folder of saved runs, beside those of weights
 _FIGURES = ("loss_objective", "clip_fraction", "kl_approx")
 
 
@@ -81,6 +84,7 @@ def make_policy(
     """Returns the policy that samples: no token is cut off, and each has its version."""
     engine = config.inference_model
     settings = {"max_tokens": engine.max_tokens, "temperature": engine.temperature, "top_p": 1.0}
+    settings |= {} if engine.seed is None else {"seed": engine.seed}
     template: dict[str, Any] = {"chat_template": tokenizer.chat_template}
     if "qwen" in config.model.name.lower():
         template = {"chat_template_name": "qwen"}  # TorchRL has one that marks the answer
@@ -325,6 +329,24 @@ def _check_machine(config: GRPOConfig) -> None:
         raise ConfigError({"inference_model.num_devices": f"{engine.num_devices} {why}"})
 
 
+def _saved(config: GRPOConfig) -> Path | None:
+    """The save to go on from, if any; one that is not this run's, or whole, is refused at once."""
+    root, resume = Path(config.logging.checkpoint_dir or "") / RUN, config.logging.resume
+    if resume != "must" and not (config.logging.checkpoint_dir and any(root.glob(f"{SAVED}*"))):
+        return None
+    if resume == "never":
+        raise ConfigError({"logging.resume": f"is {resume}, and there is a saved run in {root}"})
+    try:
+        folder, about = newest_save(root)
+    except RunStateError as error:
+        raise ConfigError({"logging.resume": f"finds no save to go on from: {error}"}) from error
+    was, now = about["settings"], config._of_rows
+    told = {one: f"was {was.get(one)!r} in the run saved in {folder}" for one in now}
+    if wrong := {one: f"{told[one]}, got {now[one]!r}" for one in now if was.get(one) != now[one]}:
+        raise ConfigError(wrong)
+    return folder
+
+
 def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
     """Trains as ``torchrl-vllm-sync grpo`` does: starts Ray and engines, trains, logs and saves.
 
@@ -336,12 +358,13 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         ``training/...``, and the ``version`` that was trained.
 
     Raises:
-        ConfigError: At once, of settings that are none, do not go together or do not fit here.
+        ConfigError: At once, of settings that are none, or do not go together, fit here or a save.
         SyncError: Engines do not start, see ``AsyncVLLM``, or a run failed, see :class:`GRPORun`.
     """
     config = copy.deepcopy(config)
     config.check()
     _check_machine(config)
+    begun, settings = _saved(config), config._of_rows
     task, found = load_task(config), []
     torch.manual_seed(config.train.seed)
     logging, dataset = config.logging, config.env.dataset
@@ -356,30 +379,38 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
             tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
         except OSError as error:
             raise ConfigError({"model.name": f"cannot be loaded: {error}"}) from error
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # as get_logger has no other
+        backend: Any = logging.backend
+        logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
         running.enter_context(_ray_of(config))
         engines = engine_args(config)
         service = running.enter_context(AsyncVLLM.from_pretrained(config.model.name, **engines))
-        backend: Any = logging.backend
-        logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
         log = running.enter_context(RunLog(logger, service))
         run = running.enter_context(GRPORun(config, service, tokenizer, task=task))
         bar = running.enter_context(tqdm(total=config.num_batches, desc="GRPO", file=sys.stderr))
+        parts = {"collector": run.collector, "updater": run.updater, "settings": settings}
+        state = RunState(run.learner.model, run.learner.optimizer, **parts)
+        if begun is not None:
+            bar.update(state.load(begun, audit=False))  # not every engine can be audited
         for step in run:
-            # Whoever evaluates beside training, or saves what it takes to go on, does so here:
-            # `run` holds model, optimizer and collector, and the service has what was pushed.
+            # Whoever evaluates beside training does so here: the service has what was pushed.
             said = log(step.rows, step.number, version=step.version, training=step.figures)
             found.append({**said, "version": step.version})
             bar.set_postfix_str(f"reward {said['rollout/reward']:.3f}", refresh=False)
-            _save(run, step.number, tokenizer)
+            _save(run, step, tokenizer, state)
             bar.update()
     return found
 
 
-def _save(run: GRPORun, number: int, tokenizer: Any) -> None:
-    """Saves the trainer's weights where it is time."""
-    logging, done, last = run.config.logging, number + 1, run.config.num_batches
+def _save(run: GRPORun, step: GRPOStep, tokenizer: Any, state: RunState) -> None:
+    """Saves the trainer's weights where it is time, and the run if engines have these weights."""
+    logging, done, last = run.config.logging, step.number + 1, run.config.num_batches
     is_due = done == last or done % (logging.checkpoint_frequency or last) == 0
     if logging.checkpoint_dir is not None and is_due:
-        target = Path(logging.checkpoint_dir) / f"step-{done}"
+        root = Path(logging.checkpoint_dir)
         for one in (run.learner.model, tokenizer):
-            one.save_pretrained(target)
+            one.save_pretrained(root / f"step-{done}")
+        if step.push is not None:
+            state.save(root / RUN, step=done)
+            for old in sorted((root / RUN).glob(f"{SAVED}*"))[:-2]:
+                remove_folder(old)

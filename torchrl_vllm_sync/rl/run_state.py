@@ -33,7 +33,7 @@ from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchrl_vllm_sync.rl.pacing import Pacer
     from torchrl_vllm_sync.rl.rollouts import RolloutCollector
@@ -67,6 +67,7 @@ class RunState:
         collector: A collector that has the trainer's process to itself, with its pacer.
         pacer: That of several collectors, which hand nothing on while a run is saved.
         updater: What pushes the model, and the first thing that it pushes after a load.
+        settings: What a program that loads must have alike, by key: numbers, texts and the like.
         **extra: Whatever else has ``state_dict`` and ``load_state_dict``, such as a scheduler.
 
     Raises:
@@ -83,6 +84,7 @@ class RunState:
         buffer: Any = None,
         pacer: Pacer | None = None,
         updater: WeightUpdater | None = None,
+        settings: Mapping[str, Any] | None = None,
         **extra: Any,
     ) -> None:
         own = None
@@ -100,7 +102,7 @@ class RunState:
         self.collector, self._gate = collector, own if pacer is None else pacer
         is_shared = collector is None or not collector._is_own
         self.pacer = self._gate if is_shared else None  # else it is part of the collector's state
-        given = extra | {"buffer": buffer}
+        given, self._settings = extra | {"buffer": buffer}, dict(settings or {})
         self._others: dict[str, Any] = {n: one for n, one in given.items() if one is not None}
         for name, one in self._others.items():
             for method in ("state_dict", "load_state_dict"):
@@ -262,6 +264,7 @@ class RunState:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {
             "format": FORMAT,
+            "settings": self._settings,
             "groups": [len(one["params"]) for one in groups],
             "tensors": {
                 name: [[*one.shape], str(one.dtype)]
@@ -272,25 +275,30 @@ class RunState:
 
     def _found(self, root: Path) -> tuple[Path, dict[str, Any]]:
         """The newest save, which is whole and of a program like this one."""
-        saves = [root] if (root / ABOUT).exists() else [*root.glob(f"{SAVED}*")]
-        if not saves:
-            raise RunStateError(str(root), "there is no saved run")
-        folder = max(saves, key=_step_of)
-        try:
-            about = json.loads((folder / ABOUT).read_text())
-            files, wanted = dict(about["files"]), {"num_ranks": _place()[1]} | self._about()
-            saved = {name: about[name] for name in ("step", *wanted)}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{ABOUT} is not what a save has: {error!r}"
-            raise RunStateError(str(folder), reason) from error
-        there = _sums(folder)
-        for name, saved_as in files.items():
-            if there.get(name) != saved_as:
-                reason = f"{name} has {there.get(name)}, where {saved_as} were saved"
-                raise RunStateError(str(folder), reason)
-        for name, mine in wanted.items():
-            _require(folder, name, mine, saved[name])
+        folder, about = newest_save(root)
+        for name, mine in ({"num_ranks": _place()[1]} | self._about()).items():
+            _require(folder, name, mine, about.get(name))
         return folder, about
+
+
+def newest_save(root: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of the newest save, which is whole, and what its ``run.json`` says."""
+    saves = [root] if (root / ABOUT).exists() else [*root.glob(f"{SAVED}*")]
+    if not saves:
+        raise RunStateError(str(root), "there is no saved run")
+    folder = max(saves, key=_step_of)
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+        files, _, _ = dict(about["files"]), int(about["step"]), dict(about["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{ABOUT} is not what a save has: {error!r}"
+        raise RunStateError(str(folder), reason) from error
+    there = _sums(folder)
+    for name, saved_as in files.items():
+        if there.get(name) != saved_as:
+            reason = f"{name} has {there.get(name)}, where {saved_as} were saved"
+            raise RunStateError(str(folder), reason)
+    return folder, about
 
 
 def _begun(root: Path, step: int | None) -> int:

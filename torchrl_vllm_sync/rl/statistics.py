@@ -21,7 +21,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.tensor_specs import Composite, Unbounded
 from torchrl.envs.transforms import Transform
-from torchrl.record.loggers import CSVLogger, TensorboardLogger, WandbLogger
+from torchrl.record.loggers import CSVLogger, MLFlowLogger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.common import Logger
 
 from torchrl_vllm_sync.checks import check_integer
@@ -503,8 +503,8 @@ class RunLog:
     ======================= ======================================================================
 
     The table is a file of CSV in a ``CSVLogger``'s folder, ``texts/rollout/samples.csv``, a table
-    of W&B's, and else text in Markdown, for loggers that take text: ``TensorboardLogger``, and
-    those with ``log_str``. Others have none. What is not known is left out.
+    of W&B's, and else text in Markdown: an artifact of MLflow's for each step, for
+    ``TensorboardLogger``, and for those with ``log_str``. What is not known is left out.
 
     Example:
         >>> with RunLog(WandbLogger("grpo"), service) as log:
@@ -651,6 +651,10 @@ def _log_table(logger: Any, name: str, table: list[list[Any]], step: int) -> Non
         import wandb  # pyright: ignore[reportMissingImports]
 
         logger.log_scalar(name, wandb.Table(columns=[*_COLUMNS], data=table), step=step)
+    elif issubclass(kind, MLFlowLogger):
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        mlflow.log_text(_markdown(table), f"{name}/step-{step}.md")
     elif issubclass(kind, TensorboardLogger):
         logger.experiment.add_text(name, _markdown(table), step)
     elif hasattr(kind, "log_str"):

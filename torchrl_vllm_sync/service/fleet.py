@@ -187,6 +187,7 @@ class Fleet:
                     self._leaving.add(one.replica_id)
                     ending.callback(self._hand_back, member)
                     self._replicas.describe(self._member(one.replica_id))
+                self._call([member], "pin", version).raise_failures()
                 self.share_membership(member)  # for other processes' pushes, whomever they ask
             yield member
 
@@ -217,7 +218,7 @@ class Fleet:
                     return
                 # Before anybody asks it, or it would say that it serves, as it did all the while.
                 newest, run_id = self._newest([replica_id])
-                self._call([member], "hold_back", newest, run_id, limit_s=HOLD_BACK_TIMEOUT_S)
+                self._call([member], "hold_back", newest, run_id, True, limit_s=HOLD_BACK_TIMEOUT_S)
                 self._put([member])
                 self._replicas.note_left_behind(newest, [replica_id])
         except BaseException as error:  # an interrupt from the keyboard, too

@@ -626,7 +626,7 @@ class AsyncVLLM(RLvLLMEngine):
     ) -> Iterator[AsyncVLLM]:
         """Gives one replica as a service of its own that keeps its version while others move on.
 
-        Pushes and this service's requests pass it by, but for requests that it has begun. Leaving
+        Pushes, snapshots and the service's requests pass it by, but for those it has begun. Leaving
         ``with``, however that happens, hands it back: it catches up, and then serves again. If it
         dies, requests of the inner service raise ``RequestLostError`` or
         ``NoReplicaAvailableError``, and it is restarted with current weights once handed back.
