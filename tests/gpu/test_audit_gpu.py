@@ -211,7 +211,9 @@ def test_a_stale_scale_of_fp8_is_named(start, checkpoints):
     service.push_weights(model, transport=MemmapTransport(), audit=True)
     service.audit(model)
     scale = DOWN.replace("weight", "weight_scale")
-    before = put_back(model.get_parameter(DOWN).bfloat16().abs().max().float() / 448)
+    before = put_back(
+        model.get_parameter(DOWN).bfloat16().abs().max().float() / torch.tensor(448.0)
+    )
     change(service, 0, scale, before)
     service.audit(model)  # it is the one that was there
     service.push_weights(perturbed(model, seed=1), audit=True)
