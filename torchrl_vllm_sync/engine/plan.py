@@ -223,8 +223,7 @@ def unquantised(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 on_meta.restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
                 table |= kept
                 bare: Any = layer.weight
-                while bare.weight_loader.__name__ == "online_process_loader":  # which would buffer
-                    bare.weight_loader = bare.weight_loader.__wrapped__
+                bare.weight_loader = layerwise._get_original_loader(bare)  # the other one buffers
                 found[storage_key(bare)] = f"{prefix}.weight"
         if others := [name for name, one in model.named_parameters() if one.itemsize == 1]:
             raise PlanNotPossibleError(f"{first_few(others)} are quantised otherwise than to fp8")
