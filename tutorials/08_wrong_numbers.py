@@ -1,4 +1,4 @@
-"""Five ways to train on wrong numbers without a word, each with its guard off and on.
+"""Six ways to train on wrong numbers without a word, each with its guard off and on.
 
 Usage:
     python tutorials/08_wrong_numbers.py               # tiny random model, no GPU, a minute
@@ -23,6 +23,7 @@ with its guard off they are at least twice as far apart, and the mistake was not
 import copy
 import sys
 
+import ray
 import torch
 from common.engines import ray_running, scenario
 from common.results import STYLE, verdict
@@ -41,6 +42,9 @@ PRESET = {
     "model": TINY, "steps": 1, "lr": 0.0, "group_size": 8, "groups": 8, "rows_per_pass": 32,
     "max_tokens": 24, "max_model_len": 256,
 }  # fmt: skip
+# More than a block of the cache, which keeps keys and values of whole blocks.
+SYSTEM = "You are a careful clerk: add the two numbers, and answer with their sum and nothing else."
+BLOCK_TOKENS = 32
 
 
 # %% What every scene does: the engine answers some questions, and the trainer scores the answers.
@@ -53,6 +57,13 @@ class Stage:
         loaded = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
         return loaded.eval().to(self.args.device)
 
+    def changed_model(self):
+        model = self.model()
+        with torch.no_grad():  # in place of an optimizer step
+            for one in model.parameters():
+                one += 0.1 * one.std(correction=0) * torch.randn_like(one)
+        return model
+
     def sample(self, sampling=None, **guards):
         policy = vLLMWrapper(
             self.service, tokenizer=self.tokenizer, input_mode="history",
@@ -60,7 +71,8 @@ class Stage:
             generate_kwargs={"max_tokens": self.args.max_tokens, **(sampling or {})}, **guards,
         )  # fmt: skip
         args = self.args
-        chats = [[{"role": "user", "content": f"{at} + {at} = ?"}] for at in range(args.groups)]
+        turns = [{"role": "user", "content": f"{at} + {at} = ?"} for at in range(args.groups)]
+        chats = [[{"role": "system", "content": SYSTEM}, turn] for turn in turns]
         of_row = [at for at in range(args.groups) for _ in range(args.group_size)]
         return policy.answer_chats(chats, of_row).to(args.device)
 
@@ -76,10 +88,7 @@ def mismatch(rows, trainer):
 # An exception swallowed, a rank that returned early: the engine goes on with the weights of the
 # step before. Each row says which version sampled it, and the trainer knows its own.
 def push_missed(stage):
-    model = stage.model()
-    with torch.no_grad():  # in place of an optimizer step
-        for one in model.parameters():
-            one += 0.1 * one.std(correction=0) * torch.randn_like(one)
+    model = stage.changed_model()
     rows, step = stage.sample(), stage.service.weight_version + 1
     sampled = int(rows["policy_version"].min())
     noticed = f"rows of version {sampled} at step {step}" if sampled < step else ""
@@ -143,11 +152,36 @@ def unknown_sampling(stage, settings, **guards):
 
 
 NUCLEUS = {"temperature": 1.0, "top_p": 0.9, "top_k": 50}
+
+
+# %% Keys of old weights
+# The push went well, but a prompt begins with blocks that the engine has cached, and the weights
+# before computed their keys. Replicas keep versions apart there, and have no switch for it: here
+# something is done to them, so this scene is the last. Neither versions nor an audit of weights
+# tell; the distance does.
+def mix_versions(replica):
+    kind = type(replica._updates)
+    replica._updates.__class__ = type("Mixed", (kind,), {"salt": "any version"})
+
+
+def keys_of_old_weights(stage):
+    found = []
+    for _ in ("on", "off"):
+        stage.service.push_weights(stage.model())
+        stage.sample()
+        stage.service.push_weights(model := stage.changed_model())
+        found.append(mismatch(stage.sample(), TrainerPolicy(model)))
+        ray.get([actor.__ray_call__.remote(mix_versions) for actor in stage.service.actors])
+    on, off = found
+    return off, on, f"fresh rows are off by {off[0]:.3f}" if off[0] > 2 * on[0] else ""
+
+
 SCENES = {
     "a push missed": push_missed, "an adapter not merged": adapter_not_merged,
     "a turn tokenised again": tokenised_again,
     "temperature 0.7": lambda stage: unknown_sampling(stage, {"temperature": 0.7}),
     "top-p 0.9": lambda stage: unknown_sampling(stage, NUCLEUS, return_sampling_mask=True),
+    "keys of old weights": keys_of_old_weights,
 }  # fmt: skip
 
 
@@ -192,6 +226,7 @@ def main():
     args = parser.parse_args()
     preset = PRESET | ({"groups": 2} if args.smoke else {})
     finish(parser, args, preset, smoke_steps=1)
+    args.config.inference_model.engine_args["block_size"] = BLOCK_TOKENS
     with scenario("wrong-numbers", ray_running(args.engine_gpus)) as directory:
         problems, figures = run(args, directory)
     return verdict(problems, figures)

@@ -22,7 +22,9 @@ class PlainWorker(FaultyWorker):
 
     def sync_change(self, name, how, rank=None):
         """Alters one of the model's tensors in place, as a pickled function does."""
-        tensors = {name: one.data for name, one in self._sync_model().named_parameters()}
+        model = self._sync_model()
+        named = (*model.named_buffers(), *model.named_parameters())
+        tensors = {name: one.data for name, one in named}
         if rank in (None, self._sync_receiver().rank_in_replica):
             pickle.loads(how)(tensors[name], tensors)
 

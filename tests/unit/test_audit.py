@@ -11,7 +11,7 @@ from tests.unit.vllm_models import VllmModels, make_checkpoint, single_process_g
 from torchrl_vllm_sync.engine import receiver
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
 from torchrl_vllm_sync.engine.arrivals import Arrivals
-from torchrl_vllm_sync.engine.plan import checkpoint_metadata
+from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError
 from torchrl_vllm_sync.weights import audit
@@ -206,6 +206,84 @@ def test_a_planted_fault_is_named(world, fault):
     assert {one.rank for one in found} == ranks
     assert found[0].num_different > 0
     assert found[0].largest > 0
+
+
+QKV = "model.layers.0.self_attn.qkv_proj"
+QUANTISED = {
+    "a scale": (f"{QKV}.weight_scale", lambda one: one.mul_(1.001), f"{QKV}.weight_scale"),
+    "one bit": (
+        f"{QKV}.weight",
+        lambda one: one.t().view(torch.uint8)[-1, :1].bitwise_xor_(1),  # of the last part
+        "model.layers.0.self_attn.v_proj.weight",
+    ),
+    "bias": (f"{QKV}.bias", lambda one: one[:1].add_(1), "model.layers.0.self_attn.q_proj.bias"),
+}
+
+
+def quantise(weight, scale=None):
+    """As vLLM's kernels do, which are for GPUs."""
+    scale = (
+        (weight.abs().max().float() / torch.tensor(448.0)).reshape(1) if scale is None else scale
+    )
+    scaled = weight.float() * (1 / scale)
+    return scaled.clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+@pytest.fixture
+def fp8(world, monkeypatch):
+    """A world that has quantised a checkpoint as it arrived, and that."""
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+    from vllm.model_executor.model_loader import reload
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantise)
+    kernel = cpu.CPUFp8PerTensorScaledMMLinearKernel  # which packs weights
+    monkeypatch.setattr(kernel, "process_weights_after_loading", lambda *_: None)
+    with set_default_torch_dtype(torch.bfloat16):
+        here = world("qwen2-tied", quantization="fp8")
+    ((models, model),) = here.models
+    checkpoint = {m.name: torch.randn(m.shape, dtype=m.dtype) for m in here.metadata}
+    reload.record_metadata_for_reloading(model)
+    here.load(checkpoint)
+    reload.finalize_layerwise_processing(model, models.model_config)
+    return here, checkpoint
+
+
+@pytest.mark.parametrize("fault", QUANTISED)
+def test_weights_of_fp8_are_compared_with_what_is_made_of_the_trainers(fp8, fault):
+    here, checkpoint = fp8
+    name, how, expected = QUANTISED[fault]
+    assert here.differences(checkpoint) == []
+    how(tensors_of(here, 0)[name])
+    (one,) = here.differences(checkpoint)
+    assert (one.name, one.num_different is None) == (expected, fault != "bias")
+
+
+def test_weights_of_fp8_are_compared_after_a_reload_too(fp8):
+    here, checkpoint = fp8
+    assert here.differences(checkpoint) == []
+    other = {name: 4 * one for name, one in checkpoint.items()}
+    ((models, model),) = here.models
+    with models.active():
+        reload_model(model, models.vllm_config, other.items())
+    assert here.differences(other) == []
+    found = {one.name for one in here.differences(checkpoint)}
+    assert f"{QKV}.weight_scale" in found
+    # Of whole tensors that are four times as large, only the scale is another.
+    assert "model.layers.0.self_attn.q_proj.weight" not in found
+
+
+def test_what_is_quantised_otherwise_is_not_compared(fp8):
+    here, checkpoint = fp8
+    here.workers[0].weight_transfer_engine.parallel_config.world_size = 2
+    with pytest.raises(TransferError, match=r"the model is quantised \(fp8"):
+        here.differences(checkpoint)
+    here.workers[0].weight_transfer_engine.parallel_config.world_size = 1
+    layer = here.models[0][1].get_submodule(QKV)
+    layer.weight_scale.data = layer.weight_scale.data.repeat(2)
+    with pytest.raises(TransferError, match=rf"{QKV}.weight has more than one scale"):
+        here.differences(checkpoint)
 
 
 def test_experts_are_not_judged_before_a_plan_was_compared_with_a_reload(world):

@@ -69,9 +69,20 @@ class VllmModels:
 
     vLLM reads rank and size from its group object whenever it builds or loads a layer, so both are
     replaced while it does. ``expert_parallel`` deals whole experts out instead of slices.
+    ``quantization`` is vLLM's, of bfloat16.
     """
 
-    def __init__(self, directory, name, rank=0, size=1, *, expert_parallel=False, **overrides):
+    def __init__(
+        self,
+        directory,
+        name,
+        rank=0,
+        size=1,
+        *,
+        expert_parallel=False,
+        quantization=None,
+        **overrides,
+    ):
         from vllm.config import (
             DeviceConfig,
             ModelConfig,
@@ -88,7 +99,11 @@ class VllmModels:
         self._set_current = set_current_vllm_config
         parallel = ParallelConfig(enable_expert_parallel=expert_parallel)
         self.model_config = ModelConfig(
-            model=str(directory), skip_tokenizer_init=True, dtype="float32", enforce_eager=True
+            model=str(directory),
+            skip_tokenizer_init=True,
+            dtype="bfloat16" if quantization else "float32",
+            quantization=quantization,
+            enforce_eager=True,
         )
         self.vllm_config = VllmConfig(
             model_config=self.model_config,

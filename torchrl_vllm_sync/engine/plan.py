@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload import meta as on_meta
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import first_few
@@ -102,8 +104,9 @@ class LoadPlan:
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether the model still consists of the tensors that the plan writes to."""
+        targets = (one.target for one in self.copies if not one.target.is_meta)
         tensors = (*model.parameters(), *model.buffers())
-        return {storage_key(one.target) for one in self.copies} <= {*map(storage_key, tensors)}
+        return {*map(storage_key, targets)} <= {*map(storage_key, tensors)}
 
     def redirected(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
         return LoadPlan(
@@ -202,13 +205,43 @@ def repack_cpu(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-def record_load_plan(model: torch.nn.Module, metadata: Sequence[ParamMeta]) -> LoadPlan:
-    """Records where each slice of a push lands in a model that is as its loader expects it."""
+@contextlib.contextmanager
+def unquantised(model: torch.nn.Module) -> Iterator[dict[int, str]]:
+    """Gives layers of fp8 back the weights that their loader expects, with no data.
+
+    By storage, what these are called: all that vLLM quantises as it arrives, with one scale each.
+    """
+    found: dict[int, str] = {}
+    with _restored(model):
+        for prefix, layer in model.named_modules():
+            table = layer._parameters
+            weight, scale = table.get("weight"), table.get("weight_scale")
+            if weight is not None and weight.dtype == torch.float8_e4m3fn and scale is not None:
+                if scale.numel() > 1 or not weight.t().is_contiguous():
+                    raise PlanNotPossibleError(f"{prefix}.weight has more than one scale")
+                kept = {name: table[name] for name in table.keys() - {"weight", "weight_scale"}}
+                on_meta.restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
+                table |= kept
+                bare: Any = layer.weight
+                bare.weight_loader = layerwise._get_original_loader(bare)  # the other one buffers
+                found[storage_key(bare)] = f"{prefix}.weight"
+        if others := [name for name, one in model.named_parameters() if one.itemsize == 1]:
+            raise PlanNotPossibleError(f"{first_few(others)} are quantised otherwise than to fp8")
+        yield found
+
+
+def record_load_plan(
+    model: torch.nn.Module, metadata: Sequence[ParamMeta], bare: Container[int] = ()
+) -> LoadPlan:
+    """Records where each slice of a push lands in a model that is as its loader expects it.
+
+    Parameters whose storages are ``bare`` need no data.
+    """
     if len({meta.name for meta in metadata}) < len(metadata):
         raise ValueError("metadata must name each tensor once")
     names: dict[int, str] = {}
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
-        if tensor.is_meta and tensor.numel():
+        if tensor.is_meta and tensor.numel() and storage_key(tensor) not in bare:
             raise PlanNotPossibleError(f"{name} holds no data yet")
         if tensor.numel():
             names[storage_key(tensor)] = name
@@ -240,7 +273,7 @@ def _restored(model: torch.nn.Module) -> Iterator[list[str]]:
         for table in (module._parameters, module._buffers, module.__dict__)
     ]
     tensors = (*model.named_parameters(), *model.named_buffers())
-    contents = [(name, tensor, tensor.data) for name, tensor in tensors]
+    contents = [(name, one, one.data) for name, one in tensors if not one.is_meta]
     try:
         yield changed
     finally:

@@ -27,6 +27,7 @@ from torchrl_vllm_sync.engine.plan import (
     PlanNotPossibleError,
     record_load_plan,
     reload_model,
+    unquantised,
 )
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights import audit
@@ -37,7 +38,13 @@ from torchrl_vllm_sync.weights.broadcast.group import (
     BroadcastGroup,
     Rendezvous,
 )
-from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
+from torchrl_vllm_sync.weights.module import (
+    ParamMeta,
+    dtype_name,
+    from_json,
+    metadata_digest,
+    storage_key,
+)
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena, hand_over
 
 Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive
@@ -75,12 +82,16 @@ def repacks() -> bool:
     return current_platform.is_cpu() and _custom_ops._supports_onednn
 
 
-def why_not_a_plan(config: Any) -> str:
-    """Returns which settings change or move weights after ``load_weights``; empty allows a plan."""
+def why_not_a_plan(config: Any, *, quantised: bool = False) -> str:
+    """Returns which settings change or move weights after ``load_weights``; empty allows a plan.
+
+    That weights are ``quantised`` may be allowed.
+    """
     reasons = {
         "vLLM's CPU backend repacks weights after loading": repacks(),
         f"the model is quantised ({config.model_config.quantization})": (
-            config.model_config.quantization is not None or config.quant_config is not None
+            not quantised
+            and (config.model_config.quantization is not None or config.quant_config is not None)
         ),
         "LoRA wraps the model's layers": config.lora_config is not None,
         "expert-parallel load balancing moves experts": config.parallel_config.enable_eplb,
@@ -106,6 +117,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self.path_reason, self._distrust = "no push was prepared yet", ""
         self._agrees = False
         self._audited: LoadPlan | None = None
+        self._bare: dict[int, str] = {}  # of its targets those that are quantised, see unquantised
         # The refusal says why the memory for staged weights could not be reserved.
         self._can_stage, self.staging_refusal = config.backend == STAGED_BACKEND, ""
         self.arena: WeightArena | None = None
@@ -172,6 +184,15 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             raise PlanNotPossibleError(reason)
         with set_current_vllm_config(self.vllm_config):
             return record_load_plan(self.model, metadata)
+
+    def _recorded_to_compare(self, metadata: Sequence[ParamMeta]) -> LoadPlan:
+        """A plan of which no copies are made: of one worker, targets may be quantised to fp8."""
+        config, self._bare = self.vllm_config, {}
+        others = self._distrust or why_not_a_plan(config, quantised=True)
+        if others or self.parallel_config.world_size > 1 or not why_not_a_plan(config):
+            return self._recorded(metadata)
+        with set_current_vllm_config(config), unquantised(self.model) as self._bare:
+            return record_load_plan(self.model, metadata, self._bare)
 
     @property
     def digest(self) -> str:
@@ -306,11 +327,14 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
                 "first push by broadcast or p2p"
             )
         plan = self._planned if metadata_digest(metadata) == self.digest else None
-        self._audited = plan or self._recorded(metadata)
-        return [
-            [one.name, one.offset, [*one.shape], [*one.stride], dtype_name(one.target.dtype)]
+        self._audited = plan or self._recorded_to_compare(metadata)
+        rows = [
+            [one.name, one.offset, [*one.shape], [*one.stride], dtype_name(one.target.dtype), group]
             for one in self._audited.copies
+            for group in [self._bare.get(storage_key(one.target), "")]
         ]
+        names = [(f"{one}_scale", one) for one in self._bare.values()]
+        return rows + [[name, 0, [1], [1], "float32", group] for name, group in names]
 
     def audited(self, digest: str) -> list[torch.Tensor]:
         """Returns the slices of :meth:`plan_audit` as they are now."""
@@ -318,8 +342,16 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         if self._distrust or plan is None or metadata_digest(plan.metadata) != digest:
             raise TransferError(self._distrust or "this worker was asked about other tensors since")
         if not plan.is_of(self.model):  # a reload may replace them
-            self._audited = plan = self._recorded(plan.metadata)
-        return [one.target for one in plan.copies]
+            self._audited = plan = self._recorded_to_compare(plan.metadata)
+        scales = [self.model.get_parameter(f"{one}_scale") for one in self._bare.values()]
+        return [self._held(one.target) for one in plan.copies] + scales
+
+    def _held(self, target: torch.Tensor) -> torch.Tensor:
+        if (name := self._bare.get(storage_key(target))) is None:
+            return target
+        weight = self.model.get_parameter(name).t()  # in the order that it arrived in
+        place = weight.storage_offset() + target.storage_offset()
+        return weight.as_strided(target.shape, target.stride(), place)
 
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""

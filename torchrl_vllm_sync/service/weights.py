@@ -150,8 +150,8 @@ class Weights:
     def audit(self, weights: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AuditReport:
         """Compares what every worker of every replica computes with to the trainer's weights.
 
-        Each element counts, as a load would slice and cast it. Nothing is loaded and requests go
-        on, which wait for the comparison once. Pushes are kept out meanwhile.
+        Each element counts, as a load would slice, cast and quantise it. Nothing is loaded and
+        requests go on, which wait for the comparison once. Pushes are kept out meanwhile.
 
         Args:
             weights: What :meth:`push_weights` takes; of a sharded model use its ``audit=True``.
@@ -164,8 +164,9 @@ class Weights:
             WeightAuditError: Something differs. It names each tensor, worker and replica, and says
                 how much the first of each replica differs.
             TransferError: A replica did not answer, holds no whole version, or computes with other
-                tensors than a trainer holds: quantised or repacked ones (vLLM's CPU backend), or
-                LoRA layers. It says which.
+                tensors than a trainer can tell: repacked ones (vLLM's CPU backend), LoRA layers, or
+                quantised ones other than to fp8, with one scale a layer on one worker. It says
+                which.
             WeightMismatchError: The weights do not fit the model.
             PushUnderWayError: Another trainer is pushing.
         """

@@ -198,15 +198,16 @@ class Slice(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype  # in which it is held
+    dtype: torch.dtype  # in which it is held, or was before it was quantised
+    group: str = ""  # what is quantised together, and with it ``<group>_scale``
 
     @classmethod
     def read(cls, rows: Iterable[Any]) -> list[Slice]:
         """From what a worker says."""
         rows = list(rows)
-        held = from_json([(name, dtype, shape) for name, _, shape, _, dtype in rows])
+        held = from_json([(name, dtype, shape) for name, _, shape, _, dtype, _ in rows])
         return [
-            cls(meta.name, row[1], meta.shape, tuple(row[3]), meta.dtype)
+            cls(meta.name, row[1], meta.shape, tuple(row[3]), meta.dtype, row[5])
             for meta, row in zip(held, rows, strict=True)
         ]
 
@@ -214,6 +215,18 @@ class Slice(NamedTuple):
         """The values that the trainer's tensor has here, cast as a load casts them."""
         begin = whole.storage_offset() + self.offset
         return whole.as_strided(self.shape, self.stride, begin).to(self.dtype)
+
+
+def _quantised(parts: dict[Slice, torch.Tensor], scale: Slice) -> dict[Slice, torch.Tensor]:
+    """What vLLM makes of weights that share a scale of fp8, bit by bit, and that scale."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    greatest = torch.stack([one.abs().max().float() for one in parts.values()]).max()
+    value = greatest / torch.full_like(greatest, limit)  # a number would be multiplied by
+    found = {
+        name: (one.float() * value.reciprocal()).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        for name, one in parts.items()
+    }
+    return {**found, scale: value.reshape(1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +238,7 @@ class WeightDifference:
         replica_id, rank: The replica, and the worker's rank in it.
         num_different, largest: Elements of the worker's share that differ in any bit, and the
             greatest absolute difference, NaN where either value is. Known of the first tensor that
-            differs in a replica, otherwise ``None``.
+            differs in a replica unless it is quantised, otherwise ``None``.
     """
 
     name: str
@@ -313,7 +326,8 @@ class Auditor:
                 for at, (one, value) in enumerate(zip(slices, sums, strict=True))
                 if own[one] != value
             ]
-            extent = self._extent(source, name, *wrong[0], timeout_s) if wrong else {}
+            is_known = bool(wrong) and not wrong[0][2].group
+            extent = self._extent(source, name, *wrong[0], timeout_s) if is_known else {}
             for rank, _, one in wrong:
                 about = {"name": one.name, "replica_id": name, "rank": rank, **extent}
                 found.differences.append(WeightDifference(**about))
@@ -330,14 +344,25 @@ class Auditor:
     @torch.no_grad()
     def _own(self, source: WeightSource, wanted: set[Slice]) -> dict[Slice, int]:
         by_name: dict[str, list[Slice]] = {}
+        lacking: dict[str, set[Slice]] = {}  # of groups
         for one in wanted:
             by_name.setdefault(one.name, []).append(one)
+            lacking.setdefault(one.group, set()).add(one)
         slices: list[Slice] = []
+        parts: dict[str, dict[Slice, torch.Tensor]] = {}
 
         def values() -> Iterator[torch.Tensor]:
             for name, tensor in self._tensors(source, by_name):
-                slices.extend(by_name[name])
-                yield from (one.of(tensor) for one in by_name[name])
+                for one in by_name[name]:
+                    found = {one: one.of(tensor)}
+                    if group := one.group:
+                        parts.setdefault(group, {}).update(found)
+                        if len(parts[group]) < len(lacking[group]) - 1:
+                            continue
+                        (scale,) = lacking[group] - parts[group].keys()
+                        found = _quantised(parts.pop(group), scale)
+                    slices.extend(found)
+                    yield from found.values()
 
         sums = checksums(values())
         return dict(zip(slices, sums, strict=True))
