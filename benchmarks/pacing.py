@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections import Counter
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +110,7 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
     from vllm import SamplingParams
 
     learner, num = Learner(arguments.checkpoint, Clock()), arguments.rows
-    size, task = Case("", num, 0, group=1), Task(({"query": [ask(at)]} for at in count()), {})
+    size = Case("", num, 0, group=1)
     seeds = range(num) if arguments.model is None else [None] * num
     params = [SamplingParams(**arguments.sampling | {"seed": one}) for one in seeds]
     cache = arguments.holds * arguments.tokens // BLOCK_TOKENS
@@ -120,6 +119,7 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
     for system, loads in (("vllm", FIXED), ("ours", LOADS)):
         options["additional_config"] = {"fit_kv_cache": system == "ours"}
         with start(arguments.checkpoint, actor_class=counted_actor(), **options) as service:
+            task = Task(({"query": [ask(at)]} for at in range(num)), {})
             prompts = Bench(service, learner, size, task).asked()
             asyncio.run(answered(service, prompts[: 2 * arguments.holds], params, len(prompts)))
             for load in loads[1:3] if arguments.smoke else loads:
