@@ -7,17 +7,15 @@ Usage:
 
 The last line is ``PASS reward <first> -> <last> cached <pinned> round-robin <share> seconds
 <total>``, or ``FAIL`` with the reasons above it and a non-zero exit status. The two shares are of
-the prompt tokens of all turns after the first that came from a prefix cache.
-
-What PASS claims:
+the prompt tokens of all turns after the first that came from a prefix cache. PASS claims that
 
 - in the measurement every conversation stayed on one replica for all its turns; every turn after
   the first found cached tokens, and all of them together more than without sessions, where at
   least one conversation did move;
 - in training a conversation moved only after a push, when no cache holds it any more; at least one
   went on across a push; versions of its turns never go back;
-- of the tiny model: the mean reward of the last five steps is above 0.8; with ``--smoke``, of any:
-  it is at most 0.1 below the first. Nothing of the reward of another model in a full run.
+- the mean reward of the tiny model's last five steps is above 0.8, or with ``--smoke``, any
+  model's at most 0.1 below the first. Nothing of another model's in a full run.
 """
 
 # %% [markdown]
@@ -70,8 +68,7 @@ def parse_args(argv=None):
 #
 # A tool is a transform that reads the model's last answer and adds a message to the conversation.
 # TorchRL's `ToolTransformBase` does everything but the tool itself. Both tools here reply to every
-# answer with one message: where some conversations of a batch get more messages than others,
-# TorchRL 0.14 fills up the others with empty ones.
+# answer: where some conversations of a batch get more messages, TorchRL 0.14 fills up the others.
 #
 # A random model cannot write a tool call, so its tool looks at whatever it wrote and says how long
 # that was. The reward of a turn is the share of its tokens with an id below 128, as in the first
@@ -80,37 +77,32 @@ def parse_args(argv=None):
 
 # %%
 class Tool(ToolTransformBase):
-    """A tool that takes its time, a little longer or shorter with each call."""
+    """Replies by a function of the answer; takes a little longer or shorter with each call."""
 
-    def __init__(self, mean_s, seed):
+    def __init__(self, reply, mean_s, seed):
         super().__init__()
-        self._mean_s, self._generator = mean_s, torch.Generator().manual_seed(seed)
+        self._reply, self._mean_s = reply, mean_s
+        self._generator = torch.Generator().manual_seed(seed)
 
     def _process_batch_item(self, content, index):
         del index
         time.sleep(2 * self._mean_s * float(torch.rand((), generator=self._generator)))
-        return [self.reply(content)]
+        return [self._reply(content)]
 
 
-class Counter(Tool):
+def count(answer):
     """Says how long the answer is."""
-
-    def reply(self, answer):
-        shown = sum(one.isprintable() for one in answer)
-        return f"The answer has {len(answer)} characters, of which {shown} are shown. Go on."
+    shown = sum(one.isprintable() for one in answer)
+    return f"The answer has {len(answer)} characters, of which {shown} are shown. Go on."
 
 
-class Calculator(Tool):
+def calculator(answer):
     """Calculates what the answer has between ``<tool>`` and ``</tool>``."""
-
-    def reply(self, answer):
-        calls = re.findall(r"<tool>(.{1,80}?)</tool>", answer)
-        if not calls:
-            return "There was no <tool>...</tool> in this answer."
-        try:
-            return str(calculate(calls[-1]))
-        except (SyntaxError, ValueError) as error:
-            return f"Error: {error}"
+    calls = re.findall(r"<tool>(.{1,80}?)</tool>", answer)
+    try:
+        return str(calculate(calls[-1])) if calls else "There was no <tool>...</tool> in this."
+    except (SyntaxError, ValueError) as error:
+        return f"Error: {error}"
 
 
 SYSTEM = """You solve problems step by step. To calculate, write <tool>12 * 7 + 5</tool>, and the \
@@ -125,11 +117,11 @@ def make_env(args, tokenizer, *, conversations, seed, tool_time_s=0.0):
         tokenizer=tokenizer, input_mode="history",
         system_prompt="You are a helpful assistant." if args.is_tiny else SYSTEM,
     )  # fmt: skip
-    reward, tool = tvs.TextReward(names_result), Calculator
+    reward, reply = tvs.TextReward(names_result), calculator
     if args.is_tiny:
-        reward, tool = tvs.TextReward(low_ids, over="ids"), Counter
+        reward, reply = tvs.TextReward(low_ids, over="ids"), count
     env = env.append_transform(StepCounter(max_steps=TURNS)).append_transform(reward)
-    return env.append_transform(tool(tool_time_s, seed))
+    return env.append_transform(Tool(reply, tool_time_s, seed))
 
 
 # %% [markdown]
@@ -157,8 +149,9 @@ def measure(args, service, policy, tokenizer, routing):
     return [turn for at, one in conversations for turn in claims.turns_of(one, routing, at)]
 
 
-def compare(args, service, policy, tokenizer):
+def compare(args, service, tokenizer):
     """Measures with sessions and without."""
+    policy = make_policy(args.config, service, tokenizer)
     service.create_load_balancer("round-robin")
     loose = policy.get_new_version(find_sessions=False)
     turns = measure(args, service, loose, tokenizer, "round-robin")
@@ -192,43 +185,38 @@ def make_pool(args, tokenizer):
 
 def train(args, service, tokenizer, checkpoint, turns):
     """Compares, trains, yields each step, and adds every turn to ``turns``."""
-    policy = make_policy(args.config, service, tokenizer)
-    turns += compare(args, service, policy, tokenizer)
+    turns += compare(args, service, tokenizer)
     learner = Learner(args.config, checkpoint)
     updater = tvs.WeightUpdater(service, source=learner.model)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(4 * args.batch_size),
-        sampler=SamplerWithoutReplacement(drop_last=False),
+        storage=LazyStackStorage(4 * args.batch_size), sampler=SamplerWithoutReplacement(),
         transform=MCAdvantage(grpo_size=args.group_size, trajectory_return="sum"),
         batch_size=args.rows_per_pass,
-    )
+    )  # fmt: skip
     clock = results.Clock()
     with contextlib.ExitStack() as cleanup:
         collector = LLMCollector(
-            make_pool(args, tokenizer),
-            policy=make_policy(args.config, service, tokenizer),
+            make_pool(args, tokenizer), policy=make_policy(args.config, service, tokenizer),
             dialog_turns_per_batch=args.group_size * args.groups,  # else TorchRL warns; no effect
             yield_completed_trajectories=True,
-        )
+        )  # fmt: skip
         cleanup.callback(collector.shutdown)
         pusher = cleanup.enter_context(ThreadPoolExecutor(max_workers=1))
-        completed, push = enumerate(collector), None
+        completed, push = enumerate(collector), pusher.submit(int)  # nothing to wait for yet
         for step in results.counted(args):
             conversations = []
             while len(buffer) < args.batch_size:  # whole groups; the rest waits in MCAdvantage
                 number, conversation = next(completed)
                 conversations.append(claims.turns_of(conversation, "training", number))
                 buffer.extend(conversation)
-            if push is not None:
-                push.result()  # it reads the weights that are about to change, or it raises
+            push.result()  # it reads the weights that are about to change, or it raises
             rows = buffer[:]
             learner.step(buffer, len(rows))
             push = pusher.submit(updater.push_weights)
             buffer.empty()
             turns.extend(itertools.chain(*conversations))
             yield claims.TurnsStep.of(step, rows, conversations, clock)
-        if push is not None:
-            push.result()
+        push.result()
 
 
 # %% All together
@@ -241,8 +229,7 @@ def main(argv=None):
         prepared(args, "03_multi_turn") as (checkpoint, tokenizer),
         tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args.config)) as service,
     ):
-        began = time.perf_counter()
-        training = train(args, service, tokenizer, checkpoint, turns)
+        began, training = time.perf_counter(), train(args, service, tokenizer, checkpoint, turns)
         steps = results.drive(training, args, problems, tvs.errors.SyncError)
         seconds = time.perf_counter() - began
     return claims.conclude_turns(args, steps, turns, problems, seconds=seconds)
