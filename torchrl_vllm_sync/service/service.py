@@ -39,6 +39,7 @@ from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
+from torchrl_vllm_sync.serve.server import OpenAIServer
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
 from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
 from torchrl_vllm_sync.service.replicas import (
@@ -208,6 +209,7 @@ class AsyncVLLM(RLvLLMEngine):
         limit_s = settings.unresponsive_after_s
         self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)
         self._dashboards: list[Dashboard] = []
+        self._servers: list[OpenAIServer] = []
         self._exporter: MetricsExporter | None = None
         if self.replicas:
             if not is_copy:
@@ -334,11 +336,11 @@ class AsyncVLLM(RLvLLMEngine):
         self._set_up(self.replicas.settings, is_copy=self.replicas.is_copy)
 
     def _end_views(self) -> None:
-        """Ends what shows the service; idempotent."""
+        """Ends what shows or serves the service; idempotent."""
         if self._exporter is not None:
             self._exporter.stop()
-        for board in self._dashboards:
-            board.close()
+        for shown in (*self._dashboards, *self._servers):
+            shown.close()
 
     def __enter__(self) -> Self:
         return self
@@ -827,6 +829,32 @@ class AsyncVLLM(RLvLLMEngine):
         board = Dashboard(look, host=host, port=port, history=history)
         self._dashboards = [*(one for one in self._dashboards if one.is_open), board]
         return board
+
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        **options: Any,
+    ) -> OpenAIServer:
+        """Returns an OpenAI server over the replicas, which ends with it or with the service.
+
+        ``tutorials/guides/serving.md`` says what it answers, and how versions and sessions appear.
+
+        Args:
+            host: Name or address to listen on; only this machine reaches the default one.
+            port: Port to listen on, which must be free; 0 takes a free one.
+            api_key: What clients must send as bearer token; ``VLLM_API_KEY`` if ``None``, and
+                without either anybody who reaches the address may ask.
+            **options: Those of ``vllm serve`` that concern answers, such as ``tool_call_parser``.
+
+        Raises:
+            UnsupportedArgumentError: Also if the installed vLLM has other serving classes.
+        """
+        self.replicas.require()
+        server = OpenAIServer(self, host, port, api_key, options)
+        self._servers = [*(one for one in self._servers if one.is_open), server]
+        return server
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the replicas as they are at this moment."""
