@@ -21,6 +21,7 @@ from tests.engine.requests import (
     slowed,
     token_ids,
 )
+from torchrl_vllm_sync import AsyncVLLM, cli
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 KILLS = True
@@ -86,27 +87,41 @@ def test_a_chat_is_the_template_s_prompt(service, client, name):
     prompt = service.requests.tokenizer().apply_chat_template(
         MESSAGES, add_generation_prompt=True, tokenize=False
     )
-    wanted = service.generate(prompt, sampling(max_tokens=16)).outputs[0].text
-    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0.0}
-    two = client.chat.completions.create(n=2, **chat)
-    assert [one.message.content for one in two.choices] == [wanted, wanted]
+    fields = {"n": 2, "seed": 3, "temperature": 1.0}
+    wanted = service.generate(prompt, sampling(max_tokens=16, **fields)).outputs
+    wanted = [one.text for one in wanted]
+    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 16, **fields}
+    two = client.chat.completions.create(**chat)
+    assert [one.message.content for one in two.choices] == wanted
     assert two.usage.completion_tokens == 32
-    chunks = list(client.chat.completions.create(stream=True, n=2, **chat))
-    for index in range(2):
-        mine = [one.choices[0] for one in chunks if one.choices[0].index == index]
-        assert "".join(one.delta.content or "" for one in mine) == wanted
-    stopped = client.chat.completions.create(stop=wanted[3:5], **chat)
-    assert stopped.choices[0].message.content == wanted[: wanted.index(wanted[3:5])]
-    assert stopped.choices[0].finish_reason == "stop"
+    found = ["", ""]
+    for chunk in client.chat.completions.create(stream=True, **chat):
+        for one in chunk.choices:
+            found[one.index] += one.delta.content or ""
+    assert found == wanted
+    stop = wanted[0][3:5]
+    stopped = client.chat.completions.create(stop=stop, **chat).choices[0]
+    assert stopped.message.content == wanted[0].partition(stop)[0]
+    assert stopped.finish_reason == "stop"
 
 
-def test_structured_output_is_vllm_s(client, name):
-    answer = client.chat.completions.create(
-        model=name,
-        messages=MESSAGES,
-        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
-    )
+def test_structured_outputs_and_tools_are_vllm_s(service, client, name):
+    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 40}
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.chat.completions.create(**chat, extra_body=extra)
     assert answer.choices[0].message.content in ("yes", "no")
+    parameters = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    chosen = {"type": "function", "function": {"name": "add"}}
+    with (
+        service.serve(tool_call_parser="hermes", enable_auto_tool_choice=True) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.create(**chat, tools=[tool], tool_choice=chosen)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "add"
+    with pytest.raises(UnsupportedArgumentError, match="nobody"):
+        service.serve(tool_call_parser="nobody", enable_auto_tool_choice=True)
 
 
 def test_tokens_come_back_for_tokens(service, server, name):
@@ -124,8 +139,8 @@ def test_tokens_come_back_for_tokens(service, server, name):
 
 def test_every_answer_tells_its_versions(service, server, client, name, other_model):
     before = service.weight_version
-    with slowed(service):
-        fields = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    with slowed(service, 0.02):
+        fields = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **fields)
         first = next(stream)
         service.push_weights(other_model)
@@ -192,11 +207,14 @@ def test_hanging_up_ends_the_request_and_nothing_else(service, server, name):
     async def run():
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
-            asked = {"model": name, "prompt": PROMPT, "max_tokens": 190}
-            asked["extra_body"] = {"ignore_eos": True}
-            kept = asyncio.create_task(client.completions.create(**asked))
-            whole = [asyncio.create_task(client.completions.create(**asked)) for _ in range(4)]
-            streams = [await client.completions.create(stream=True, **asked) for _ in range(4)]
+
+            def ask(**fields):
+                asked = {"model": name, "prompt": PROMPT, "extra_body": {"ignore_eos": True}}
+                return client.completions.create(**{"max_tokens": 200, **asked, **fields})
+
+            kept = asyncio.create_task(ask(max_tokens=120))
+            whole = [asyncio.create_task(ask()) for _ in range(4)]
+            streams = [await ask(stream=True) for _ in range(4)]
             for one in streams:
                 await anext(one)
             await asyncio.to_thread(eventually, lambda: num_running(service) == 9)
@@ -205,11 +223,13 @@ def test_hanging_up_ends_the_request_and_nothing_else(service, server, name):
             for one in streams:
                 await one.close()
             await asyncio.to_thread(eventually, lambda: service.load.total_in_flight == 1)
+            await asyncio.to_thread(eventually, lambda: num_running(service) == 1)
+            assert not kept.done()
             return await kept
 
-    with slowed(service):
+    with slowed(service, 0.02):
         answer = asyncio.run(run())
-    assert answer.usage.completion_tokens == 190
+    assert answer.usage.completion_tokens == 120
     eventually(lambda: is_idle(service))
 
 
@@ -222,6 +242,35 @@ def test_it_ends_with_its_service(service):
     assert service.generate(PROMPT, sampling()).finished
 
 
+def test_the_command_serves_until_it_is_interrupted(service, monkeypatch, capfd):
+    launched, found = [], []
+    copy = pickle.loads(pickle.dumps(service))
+
+    def launch(model, **fields):
+        launched.append((model, fields))
+        return copy
+
+    def looks(_):
+        (server,) = copy._servers
+        found.append(ask(server, "/v1/models", method="GET")[0])
+        yield
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", launch)
+    monkeypatch.setattr(cli, "_looks", looks)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        given = ["--replicas", "2", "--port", "0", "--api-key", KEY, "--option", "max_log_len=3"]
+        assert cli.main(["serve", "a/model", *given, "max_model_len=64"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert launched == [("a/model", {"num_replicas": 2, "max_model_len": 64})]
+    assert found == [200]
+    assert "a/model is served at http://127.0.0.1:" in capfd.readouterr().out
+    assert cli.main(["serve", "a/model", "max_model_len"]) == 2
+
+
 def test_another_vllm_is_refused_by_name(service, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.launchers.app", None)
     with pytest.raises(UnsupportedArgumentError, match=r"serving classes of vLLM 0\.32"):
@@ -231,6 +280,7 @@ def test_another_vllm_is_refused_by_name(service, monkeypatch):
 def test_a_replica_that_dies_in_mid_stream_is_not_noticed(service, client, name):
     params = sampling(max_tokens=150, ignore_eos=True)
     wanted = service.generate(PROMPT, params).outputs[0].text
+    before = service.requests.counts.totals()["retried"]
     pids = {one.replica_id: ray.get(one.actor.describe.remote()).pid for one in service.replicas}
     with slowed(service, 0.01):
         stream = client.completions.create(
@@ -246,4 +296,5 @@ def test_a_replica_that_dies_in_mid_stream_is_not_noticed(service, client, name)
         os.kill(pids[victim], signal.SIGKILL)
         text += texts(stream)
     assert text == wanted
+    assert service.requests.counts.totals()["retried"] == before + 1
     assert service.load.total_in_flight == 0

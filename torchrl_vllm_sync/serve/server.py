@@ -13,13 +13,14 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.serve.client import ASKED, Asked, make_app, serving_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_BODY_BYTES = 32 << 20
+START_S = 300.0
 # Seconds for answers that are under way when the server is closed, and for its thread after that.
 CLOSE_S = 2
 _JOIN_S = 15.0
@@ -35,7 +36,10 @@ class OpenAIServer:
 
     Args:
         service: What answers.
-        host, port, api_key, options: As for :meth:`AsyncVLLM.serve`.
+        host, port, api_key, options: As for :meth:`AsyncVLLM.serve`; afterwards where it listens.
+
+    Raises:
+        UnsupportedArgumentError, SyncError: As for :meth:`AsyncVLLM.serve`.
     """
 
     def __init__(
@@ -59,7 +63,10 @@ class OpenAIServer:
         name = "openai-server"
         self._thread = threading.Thread(target=asyncio.run, args=(run,), name=name, daemon=True)
         self._thread.start()
-        ready.result()
+        try:
+            ready.result(START_S)
+        except TimeoutError as error:
+            raise SyncError(f"the server has not started within {START_S:g} s") from error
 
     @property
     def url(self) -> str:

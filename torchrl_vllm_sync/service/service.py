@@ -850,6 +850,8 @@ class AsyncVLLM(RLvLLMEngine):
 
         Raises:
             UnsupportedArgumentError: Also if the installed vLLM has other serving classes.
+            NoReplicaAvailableError: No replica could be asked for its configuration.
+            SyncError: It has not started within 300 s.
         """
         self.replicas.require()
         server = OpenAIServer(self, host, port, api_key, options)
