@@ -35,10 +35,6 @@ _GRPO_EPILOG = """\
 without any setting a tiny random model learns on two CPU engines, in a minute. Files and settings
 have the form of TorchRL's sota-implementations/grpo; torchrl_vllm_sync/rl/config.py lists all.
 exit status: 0 when it has trained, 1 when it failed, 2 when settings are wrong"""
-_SERVE_EPILOG = """\
-engine arguments are vLLM's, as in max_model_len=4096; options are those of vllm serve, as in
---option tool_call_parser=hermes. Engines run on this machine, or in the cluster of RAY_ADDRESS.
-exit status: 0 when it was interrupted or terminated, 1 when it failed"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,14 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     add("file", metavar="FILE", help="what dashboard(history=FILE) has written")
     add("--port", type=int, default=0, help="port to listen on; a free one")
     about = "serve a model to OpenAI clients, from several engines"
-    add = command("serve", _serve, about, _SERVE_EPILOG)
+    known = "engine arguments and options are those of vllm serve; serves until it is interrupted"
+    add = command("serve", _serve, about, known)
     add("model", metavar="MODEL", help="name or path of the checkpoint")
     add("--replicas", type=int, default=1, help="engines; 1 by default")
     add("--host", default="127.0.0.1", help="address to listen on; this machine's own by default")
-    add("--port", type=int, default=8000, help="port to listen on; 8000 by default, 0: a free one")
-    add("--api-key", help="what clients must send; VLLM_API_KEY, which others cannot list")
-    add("--option", action="append", default=[], metavar="NAME=VALUE", help="of the server")
-    add("settings", nargs="*", metavar="NAME=VALUE", help="an engine argument")
+    add("--port", type=int, default=8000, help="port to listen on; 8000 by default")
+    named = {"type": _setting, "default": [], "metavar": "NAME=VALUE"}
+    add("--option", action="append", help="of the server", **named)
+    add("settings", nargs="*", help="an engine argument", **named)
     about = "train with GRPO: start engines, sample, learn and push"
     add = command("grpo", _train, about, _GRPO_EPILOG)
     where = "YAML with settings; several are put over each other, the last one on top"
@@ -111,31 +108,23 @@ def _serve(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    engine, serving = _values(options.settings), _values(options.option)
-    launch = AsyncVLLM.from_pretrained
-    with launch(options.model, num_replicas=options.replicas, **engine) as service:
-        server = service.serve(options.host, options.port, options.api_key, **serving)
-        told = f"{options.model} is served at {server.url}/v1 until Ctrl-C"
-        console.print(told, markup=False, soft_wrap=True)
+    settings, replicas = dict(options.settings), options.replicas
+    with AsyncVLLM.from_pretrained(options.model, num_replicas=replicas, **settings) as service:
+        server = service.serve(options.host, options.port, **dict(options.option))
+        console.print(f"serving at {server.url}/v1 until Ctrl-C", markup=False)
         for _ in _looks(WATCH_S):
             if not server.is_open:
                 raise ServiceClosedError("the server has ended")
 
 
-def _values(settings: Sequence[str]) -> dict[str, Any]:
-    """Values by name, each read as YAML."""
+def _setting(text: str) -> tuple[str, Any]:
     import yaml
 
-    found: dict[str, Any] = {}
-    for one in settings:
-        name, equals, text = one.partition("=")
-        if not (name.isidentifier() and equals):
-            raise ConfigError({one: "must be NAME=VALUE"})
-        try:
-            found[name] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError({name: f"is not YAML: {error}"}) from error
-    return found
+    name, equals, value = text.partition("=")
+    with contextlib.suppress(yaml.YAMLError):
+        if name.isidentifier() and equals:
+            return name, yaml.safe_load(value)
+    raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
 
 
 def _seconds(text: str) -> float:

@@ -10,21 +10,22 @@ import os
 import secrets
 import socket
 import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
-from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
-from torchrl_vllm_sync.serve.client import ASKED, Asked, make_app, serving_args
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import JSONResponse
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.serve.client import ASKED, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_BODY_BYTES = 32 << 20
-START_S = 300.0
-# Seconds for answers that are under way when the server is closed, and for its thread after that.
-CLOSE_S = 2
-_JOIN_S = 15.0
-VERSIONS = "policy_versions"
+CLOSE_S = 2  # for answers that are under way when the server is closed
 
 
 class OpenAIServer:
@@ -36,10 +37,10 @@ class OpenAIServer:
 
     Args:
         service: What answers.
-        host, port, api_key, options: As for :meth:`AsyncVLLM.serve`; afterwards where it listens.
+        host, port, api_key, options: As for :meth:`AsyncVLLM.serve`.
 
     Raises:
-        UnsupportedArgumentError, SyncError: As for :meth:`AsyncVLLM.serve`.
+        UnsupportedArgumentError, NoReplicaAvailableError: As for :meth:`AsyncVLLM.serve`.
     """
 
     def __init__(
@@ -48,25 +49,28 @@ class OpenAIServer:
         key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         if key is not None and not (key and key.isascii()):
             raise UnsupportedArgumentError("api_key must be text of ASCII characters")
-        args = serving_args(service.engine_args, options)
+        with ThreadPoolExecutor(1) as pool:  # as a notebook's thread has a loop of its own
+            app: Any = pool.submit(asyncio.run, make_app(service, key, options)).result()
         try:
             found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server(found[4][:2], family=found[0], backlog=2048)
+            listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
         except (OSError, UnicodeError, OverflowError, TypeError) as error:
             told = f"host and port must be free to listen on, got {host!r} and {port!r}: {error}"
             raise UnsupportedArgumentError(told) from error
-        self.host: str
-        self.host, self.port = self._socket.getsockname()[:2]
-        self._server: Any = None
-        ready = Future[None]()
-        run = self._run(service, args, key, ready)
-        name = "openai-server"
-        self._thread = threading.Thread(target=asyncio.run, args=(run,), name=name, daemon=True)
+        address: tuple[str, int] = listening.getsockname()[:2]
+        self.host, self.port = address
+        app = Gate(app, key)
+        if ipaddress.ip_address(self.host).is_loopback:
+            # Other sites' pages can have a browser here ask, under a name that they point to it.
+            # The last one is what Starlette (1.10) reads of "[::1]:8000".
+            app = TrustedHostMiddleware(app, ["localhost", "127.0.0.1", self.host, "["])
+        # Without a lifespan: vLLM's freezes the garbage of a process that is its own.
+        plain: Any = {"lifespan": "off", "loop": "asyncio", "ws": "none", "log_config": None}
+        config = uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=CLOSE_S, **plain)
+        self._server = uvicorn.Server(config)
+        run, name = self._server.run, "openai-server"
+        self._thread = threading.Thread(target=run, args=([listening],), name=name, daemon=True)
         self._thread.start()
-        try:
-            ready.result(START_S)
-        except TimeoutError as error:
-            raise SyncError(f"the server has not started within {START_S:g} s") from error
 
     @property
     def url(self) -> str:
@@ -82,7 +86,7 @@ class OpenAIServer:
     def close(self) -> None:
         """Ends the server; answers under way have two seconds. Idempotent."""
         self._server.should_exit = True
-        self._thread.join(_JOIN_S)
+        self._thread.join(CLOSE_S + 10.0)
 
     def __enter__(self) -> Self:
         return self
@@ -90,101 +94,50 @@ class OpenAIServer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    async def _run(self, service: Any, args: Any, key: str | None, ready: Future[None]) -> None:
-        import uvicorn
-
-        with self._socket:
-            try:
-                app = Gate(await make_app(service, args), key, self._names())
-                # Without a lifespan: vLLM's freezes the garbage of a process that is its own.
-                config = uvicorn.Config(
-                    app,
-                    lifespan="off",
-                    ws="none",
-                    log_config=None,
-                    access_log=False,
-                    timeout_graceful_shutdown=CLOSE_S,
-                )
-                self._server = uvicorn.Server(config)
-            except Exception as error:  # noqa: BLE001  raised where it was asked for
-                ready.set_exception(error)
-                return
-            ready.set_result(None)
-            await self._server.serve(sockets=[self._socket])
-
-    def _names(self) -> frozenset[str]:
-        """Names under which it answers on the loopback address; elsewhere under any."""
-        # Other sites' pages can have a browser here ask, under a name that they point to it.
-        is_own = ipaddress.ip_address(self.host).is_loopback
-        return frozenset({"localhost", "127.0.0.1", "[::1]", self.host} if is_own else ())
-
 
 class Gate:
     """ASGI middleware: lets in who has the key, bounds bodies, and adds versions to answers."""
 
-    def __init__(self, app: Any, api_key: str | None, names: frozenset[str]) -> None:
-        self._app, self._names = app, names
-        self._bearer = None if api_key is None else f"Bearer {api_key}".encode()
+    def __init__(self, app: Any, api_key: str | None) -> None:
+        self._app, self._bearer = app, b"" if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.datastructures import Headers
-        from starlette.requests import ClientDisconnect
-        from starlette.responses import JSONResponse
-
         headers = Headers(scope=scope)
-        body, refusal = b"", self._refusal(scope["path"], headers)
-        try:
-            body = await _body(receive) if refusal is None else b""
-        except ClientDisconnect:
+        # vLLM's own check leaves out some paths.
+        is_open = not self._bearer or scope["path"] == "/health"
+        given = headers.get("authorization", "").encode("latin-1")
+        if not (is_open or secrets.compare_digest(given, self._bearer)):
+            await _refusal(401, "the API key is wrong or missing")(scope, receive, send)
             return
-        except OverflowError:
-            refusal = 413, f"a body must have at most {MAX_BODY_BYTES} bytes"
-        if refusal is not None:
-            code, told = refusal
-            error = {"message": told, "type": "invalid_request_error", "code": code}
-            answer = JSONResponse({"error": error}, code, {"connection": "close"})
-            await answer(scope, receive, send)
+        size, body, has_more = int(headers.get("content-length", 0)), bytearray(), True
+        while has_more and size <= MAX_BODY_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            size, has_more = max(size, len(body)), message.get("more_body", False)
+        if size > MAX_BODY_BYTES:
+            told = f"a body must have at most {MAX_BODY_BYTES} bytes"
+            await _refusal(413, told)(scope, receive, send)
             return
         if "x-session-id" not in headers and (user := _user(body)):
             scope = {**scope, "headers": [*scope["headers"], (b"x-session-id", user.encode())]}
-        asked = Asked(headers.get("x-group-id"))
-        ASKED.set(asked)
-        whole = iter([{"type": "http.request", "body": body, "more_body": False}])
+        whole = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
+        versions = set[int]()
+        ASKED.set((headers.get("x-group-id"), versions))
 
         async def replay() -> Any:
             return next(whole, None) or await receive()
 
-        await self._app(scope, replay, Stamped(send, asked).send)
-
-    def _refusal(self, path: str, headers: Any) -> tuple[int, str] | None:
-        host = headers.get("host", "").lower()
-        if self._names and self._names.isdisjoint({host, host.rpartition(":")[0]}):
-            return 421, "this address is not served under that name"
-        given = headers.get("authorization", "").encode("latin-1")
-        if self._bearer and path != "/health" and not secrets.compare_digest(given, self._bearer):
-            return 401, "the API key is wrong or missing"
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-            return 413, f"a body must have at most {MAX_BODY_BYTES} bytes, got {length}"
-        return None
+        await self._app(scope, replay, _stamping(send, versions))
 
 
-async def _body(receive: Any) -> bytes:
-    from starlette.requests import ClientDisconnect
-
-    parts, size, has_more = list[bytes](), 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        size, has_more = size + len(parts[-1]), message.get("more_body", False)
-        if size > MAX_BODY_BYTES:
-            raise OverflowError
-    return b"".join(parts)
+def _refusal(code: int, told: str) -> JSONResponse:
+    error = {"message": told, "type": "invalid_request_error", "code": code}
+    return JSONResponse({"error": error}, code, {"connection": "close"})
 
 
-def _user(body: bytes) -> str:
+def _user(body: bytearray) -> str:
     """OpenAI's field for the end user, which vLLM reads and does nothing with."""
     if b'"user"' in body:
         with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
@@ -194,30 +147,27 @@ def _user(body: bytes) -> str:
     return ""
 
 
-class Stamped:
+def _stamping(send: Any, versions: set[int]) -> Any:
     """Sends an answer with its policy versions: in a header, and in each JSON object."""
+    start: Any = None  # held back until it is known what answers
 
-    def __init__(self, send: Any, asked: Asked) -> None:
-        self._send, self._asked = send, asked
-        self._start: Any = None  # held back until it is known what answers
-
-    async def send(self, message: Any) -> None:
-        from starlette.datastructures import MutableHeaders
-
+    async def stamp(message: Any) -> None:
+        nonlocal start
         if message["type"] == "http.response.start":
-            self._start = message
+            start = message
             return
-        body, versions = message.get("body", b""), sorted(self._asked.versions)
-        end = next((one for one in (b"}\n\n", b"}") if body.endswith(one)), b"")
-        if versions and end:
-            field = f',"{VERSIONS}":{json.dumps(versions)}'.encode()
-            body = body.removesuffix(end) + field + end
-        if self._start is not None:
-            headers = MutableHeaders(raw=self._start["headers"])
-            if versions:
-                headers["x-policy-versions"] = ",".join(map(str, versions))
+        body, known = message.get("body", b""), sorted(versions)
+        end = next((one for one in (b"}\n\n", b"}") if known and body.endswith(one)), b"")
+        if end:
+            body = body.removesuffix(end) + f',"policy_versions":{known}'.encode() + end
+        if start is not None:
+            headers = MutableHeaders(raw=start["headers"])
+            if known:
+                headers["x-policy-versions"] = ",".join(map(str, known))
             if "content-length" in headers:
                 headers["content-length"] = str(len(body))
-            await self._send(self._start)
-            self._start = None
-        await self._send({**message, "body": body})
+            await send(start)
+            start = None
+        await send({**message, "body": body})
+
+    return stamp

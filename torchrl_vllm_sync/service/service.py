@@ -39,7 +39,6 @@ from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
-from torchrl_vllm_sync.serve.server import OpenAIServer
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
 from torchrl_vllm_sync.service.launch import CLOSE_LINGER_S, close_members, launch_replicas
 from torchrl_vllm_sync.service.replicas import (
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.routing.balancer import RequestKey
+    from torchrl_vllm_sync.serve.server import OpenAIServer
     from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
@@ -208,8 +208,7 @@ class AsyncVLLM(RLvLLMEngine):
         self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
         limit_s = settings.unresponsive_after_s
         self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)
-        self._dashboards: list[Dashboard] = []
-        self._servers: list[OpenAIServer] = []
+        self._views: list[Dashboard | OpenAIServer] = []
         self._exporter: MetricsExporter | None = None
         if self.replicas:
             if not is_copy:
@@ -339,8 +338,8 @@ class AsyncVLLM(RLvLLMEngine):
         """Ends what shows or serves the service; idempotent."""
         if self._exporter is not None:
             self._exporter.stop()
-        for shown in (*self._dashboards, *self._servers):
-            shown.close()
+        for view in self._views:
+            view.close()
 
     def __enter__(self) -> Self:
         return self
@@ -827,15 +826,11 @@ class AsyncVLLM(RLvLLMEngine):
             return service.status()
 
         board = Dashboard(look, host=host, port=port, history=history)
-        self._dashboards = [*(one for one in self._dashboards if one.is_open), board]
+        self._views = [*(one for one in self._views if one.is_open), board]
         return board
 
     def serve(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        api_key: str | None = None,
-        **options: Any,
+        self, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, **options: Any
     ) -> OpenAIServer:
         """Returns an OpenAI server over the replicas, which ends with it or with the service.
 
@@ -851,11 +846,12 @@ class AsyncVLLM(RLvLLMEngine):
         Raises:
             UnsupportedArgumentError: Also if the installed vLLM has other serving classes.
             NoReplicaAvailableError: No replica could be asked for its configuration.
-            SyncError: It has not started within 300 s.
         """
+        from torchrl_vllm_sync.serve.server import OpenAIServer  # what vLLM brings along
+
         self.replicas.require()
         server = OpenAIServer(self, host, port, api_key, options)
-        self._servers = [*(one for one in self._servers if one.is_open), server]
+        self._views = [*(one for one in self._views if one.is_open), server]
         return server
 
     def _repr_html_(self) -> str:
