@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on; this machine's own by default")
     add("--port", type=int, default=8000, help="port to listen on; 8000 by default")
     named = {"type": _setting, "default": [], "metavar": "NAME=VALUE"}
-    add("--option", action="append", help="of the server", **named)
-    add("settings", nargs="*", help="an engine argument", **named)
+    add("--engine", action="append", help="an engine argument", **named)
+    add("--option", action="append", help="an option of the server", **named)
     about = "train with GRPO: start engines, sample, learn and push"
     add = command("grpo", _train, about, _GRPO_EPILOG)
     where = "YAML with settings; several are put over each other, the last one on top"
@@ -108,7 +108,7 @@ def _serve(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    settings, replicas = dict(options.settings), options.replicas
+    settings, replicas = dict(options.engine), options.replicas
     with AsyncVLLM.from_pretrained(options.model, num_replicas=replicas, **settings) as service:
         server = service.serve(options.host, options.port, **dict(options.option))
         console.print(f"serving at {server.url}/v1 until Ctrl-C", markup=False)

@@ -107,20 +107,20 @@ def test_a_chat_is_the_template_s_prompt(service, client, name):
 
 
 def test_structured_outputs_and_tools_are_vllm_s(service, client, name):
-    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 40}
+    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 120}
     extra = {"structured_outputs": {"choice": ["yes", "no"]}}
     answer = client.chat.completions.create(**chat, extra_body=extra)
     assert answer.choices[0].message.content in ("yes", "no")
-    parameters = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
-    chosen = {"type": "function", "function": {"name": "add"}}
+    call = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    extra = {"structured_outputs": {"choice": [call]}}
     with (
         service.serve(tool_call_parser="hermes", enable_auto_tool_choice=True) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        answer = client.chat.completions.create(**chat, tools=[tool], tool_choice=chosen)
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name == "add"
+        answer = client.chat.completions.create(**chat, tools=tools, extra_body=extra)
+    (found,) = answer.choices[0].message.tool_calls
+    assert (found.function.name, json.loads(found.function.arguments)) == ("add", {"a": 3})
     with pytest.raises(UnsupportedArgumentError, match="nobody"):
         service.serve(tool_call_parser="nobody", enable_auto_tool_choice=True)
 
@@ -268,14 +268,14 @@ def test_the_command_serves_until_it_is_interrupted(service, monkeypatch, capfd)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         given = ["--replicas", "2", "--port", "0", "--option", f"api_key={KEY}"]
-        assert cli.main(["serve", "a/model", *given, "max_model_len=64"]) == 0
+        assert cli.main(["serve", "a/model", *given, "--engine", "max_model_len=64"]) == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert launched == [("a/model", {"num_replicas": 2, "max_model_len": 64})]
     assert found == [200]
     assert "serving at http://127.0.0.1:" in capfd.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["serve", "a/model", "max_model_len"])
+        cli.main(["serve", "a/model", "--engine", "max_model_len"])
 
 
 def test_another_vllm_is_refused_by_name(service, monkeypatch):

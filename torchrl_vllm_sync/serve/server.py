@@ -62,8 +62,8 @@ class OpenAIServer:
         app = Gate(app, key)
         if ipaddress.ip_address(self.host).is_loopback:
             # Other sites' pages can have a browser here ask, under a name that they point to it.
-            # The last one is what Starlette (1.10) reads of "[::1]:8000".
-            app = TrustedHostMiddleware(app, ["localhost", "127.0.0.1", self.host, "["])
+            names = ["localhost", "127.0.0.1", self.host, f"[{self.host}]"]
+            app = TrustedHostMiddleware(app, names)
         # Without a lifespan: vLLM's freezes the garbage of a process that is its own.
         plain: Any = {"lifespan": "off", "loop": "asyncio", "ws": "none", "log_config": None}
         config = uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=CLOSE_S, **plain)
