@@ -75,15 +75,14 @@ def _as_http(error: errors.SyncError) -> Exception:
     if isinstance(error, ValueError) or type(error) is errors.GenerationError:
         return error
     is_late = isinstance(error, errors.GenerationTimeoutError)
-    code = HTTPStatus.GATEWAY_TIMEOUT if is_late else HTTPStatus.SERVICE_UNAVAILABLE
-    return GracefulHTTPError(str(error), code)
+    return GracefulHTTPError(str(error), HTTPStatus(504 if is_late else 503))
 
 
 async def make_app(service: Any, api_key: str | None, options: Mapping[str, Any]) -> FastAPI:
     """vLLM's application over a service, with the paths above and no others."""
     import vllm
 
-    engine_args, config = service.engine_args, service.requests.engine_config()
+    engine_args, config = service.engine_args, service.requests.fetch("get_config")
     names = engine_args.served_model_name or engine_args.model
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state

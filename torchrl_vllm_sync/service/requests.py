@@ -238,14 +238,10 @@ class Requests:
     def tokenizer(self) -> Any:
         """The engines' tokenizer, fetched once in each process."""
         if self._tokenizer is None:
-            self._tokenizer = self._fetch("get_tokenizer")
+            self._tokenizer = self.fetch("get_tokenizer")
         return self._tokenizer
 
-    def engine_config(self) -> Any:
-        """The engines' ``VllmConfig``, without what is compiled."""
-        return self._fetch("get_config")
-
-    def _fetch(self, method: str) -> Any:
+    def fetch(self, method: str) -> Any:
         """What the first replica that can be reached answers; all would answer the same."""
         reasons: list[str] = []
         for one in self._replicas.current():
