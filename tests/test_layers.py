@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "torchrl_vllm_sync"
 SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
-ROOMS = "replica errors checks testing weights routing requests engine observe service rl cli"
+ROOMS = "replica errors checks testing weights routing requests engine observe serve service rl cli"
 
 
 def module_files(source):

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.strategies import StrategySettings as StrategySettings
     from torchrl_vllm_sync.routing.strategies import known_strategies as known_strategies
     from torchrl_vllm_sync.routing.strategies import register_strategy as register_strategy
+    from torchrl_vllm_sync.serve.server import OpenAIServer as OpenAIServer
     from torchrl_vllm_sync.service.fleet import QueueLengthScaling as QueueLengthScaling
     from torchrl_vllm_sync.service.service import AsyncVLLM as AsyncVLLM
     from torchrl_vllm_sync.service.service import attach as attach

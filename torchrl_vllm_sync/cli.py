@@ -1,4 +1,4 @@
-"""The command ``torchrl-vllm-sync``: looks at services from a terminal, and trains with GRPO."""
+"""The command ``torchrl-vllm-sync``: looks at services, serves a model, and trains with GRPO."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -73,6 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     add = command("dashboard", _show_history, about)
     add("file", metavar="FILE", help="what dashboard(history=FILE) has written")
     add("--port", type=int, default=0, help="port to listen on; a free one")
+    about = "serve a model to OpenAI clients, from several engines"
+    known = "engine arguments and options are those of vllm serve; serves until it is interrupted"
+    add = command("serve", _serve, about, known)
+    add("model", metavar="MODEL", help="name or path of the checkpoint")
+    add("--replicas", type=int, default=1, help="engines; 1 by default")
+    add("--host", default="127.0.0.1", help="address to listen on; this machine's own by default")
+    add("--port", type=int, default=8000, help="port to listen on; 8000 by default")
+    named = {"type": _setting, "default": [], "metavar": "NAME=VALUE"}
+    add("--engine", action="append", help="an engine argument", **named)
+    add("--option", action="append", help="an option of the server", **named)
     about = "train with GRPO: start engines, sample, learn and push"
     add = command("grpo", _train, about, _GRPO_EPILOG)
     where = "YAML with settings; several are put over each other, the last one on top"
@@ -92,6 +103,30 @@ def _train(options: argparse.Namespace, _: Console) -> None:
 
     sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
     train_grpo(config)
+
+
+def _serve(options: argparse.Namespace, console: Console) -> None:
+    """Serves until it is interrupted or terminated."""
+    from torchrl_vllm_sync.service.service import AsyncVLLM
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    settings, replicas = dict(options.engine), options.replicas
+    with AsyncVLLM.from_pretrained(options.model, num_replicas=replicas, **settings) as service:
+        server = service.serve(options.host, options.port, **dict(options.option))
+        console.print(f"serving at {server.url}/v1 until Ctrl-C", markup=False)
+        for _ in _looks(WATCH_S):
+            if not server.is_open:
+                raise ServiceClosedError("the server has ended")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    import yaml
+
+    name, equals, value = text.partition("=")
+    with contextlib.suppress(yaml.YAMLError):
+        if name.isidentifier() and equals:
+            return name, yaml.safe_load(value)
+    raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
 
 
 def _seconds(text: str) -> float:

@@ -24,6 +24,7 @@ SPOKEN_OF = {
     "log_pushes",
     "log_rollouts",
     "MetricsExporter",
+    "OpenAIServer",
     "Pacer",
     "QueueLengthScaling",
     "RayReplayBuffer",

@@ -394,14 +394,14 @@ def test_a_progress_bar_for_large_batches(service, monkeypatch, capfd, num, use_
 def test_the_first_text_does_not_block_the_event_loop(service, monkeypatch):
     """The tokenizer comes from a replica; meanwhile other coroutines go on."""
     ours = service.requests
-    fetch, gate = ours._fetch_tokenizer, threading.Event()
+    fetch, gate = ours.fetch, threading.Event()
 
-    def slow_fetch():
+    def slow_fetch(method):
         gate.wait(20)
-        return fetch()
+        return fetch(method)
 
     monkeypatch.setattr(ours, "_tokenizer", None)
-    monkeypatch.setattr(ours, "_fetch_tokenizer", slow_fetch)
+    monkeypatch.setattr(ours, "fetch", slow_fetch)
 
     async def run():
         task = asyncio.create_task(service.agenerate("Hello", sampling()))

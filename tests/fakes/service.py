@@ -55,5 +55,5 @@ def service_of(replicas, *, log=None, committed=0):
     if log is not None:
         service.weights.log = log
     service.requests = SimpleNamespace(counts=RequestCounts())
-    service._dashboards, service._exporter = [], None
+    service._views, service._exporter = [], None
     return service

@@ -206,12 +206,12 @@ def test_the_tokenizer_is_fetched_from_a_replica_that_lives(monkeypatch):
     )
     made = requests.Requests(found, None, lambda: False)
     with pytest.raises(NoReplicaAvailableError, match=r"OutOfMemoryError.*NodeDiedError"):
-        made._fetch_tokenizer()
+        made.fetch("get_tokenizer")
     replicas.append(Replica("alive", Actor("tokenizer")))
-    assert made._fetch_tokenizer() == "tokenizer"
+    assert made.fetch("get_tokenizer") == "tokenizer"
     replicas.insert(0, Replica("odd", Actor(RayTaskError("f", "trace", KeyError("odd")))))
     with pytest.raises(RayTaskError):
-        made._fetch_tokenizer()
+        made.fetch("get_tokenizer")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torchrl_vllm_sync.engine import preload  # before all that imports vLLM
 # isort: split
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -17,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import ray.util
+from vllm.config import CompilationConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -321,6 +323,11 @@ class EngineActor:
 
     def get_tokenizer(self) -> Any:
         return self.engine.get_tokenizer()
+
+    def get_config(self) -> Any:
+        config = copy.copy(self.engine.vllm_config)
+        config.compilation_config = CompilationConfig()  # the engine's knows the model's layers
+        return config
 
     async def collective_rpc(
         self,

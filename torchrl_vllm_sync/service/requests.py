@@ -102,7 +102,7 @@ class RequestCounts:
 # A bar appears for batches of at least this many prompts that take longer than this many seconds.
 PROGRESS_MIN_PROMPTS = 32
 PROGRESS_DELAY_S = 1.0
-TOKENIZER_TIMEOUT_S = 60.0
+FETCH_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,21 +238,22 @@ class Requests:
     def tokenizer(self) -> Any:
         """The engines' tokenizer, fetched once in each process."""
         if self._tokenizer is None:
-            self._tokenizer = self._fetch_tokenizer()
+            self._tokenizer = self.fetch("get_tokenizer")
         return self._tokenizer
 
-    def _fetch_tokenizer(self) -> Any:
+    def fetch(self, method: str) -> Any:
+        """What the first replica that can be reached answers; all would answer the same."""
         reasons: list[str] = []
         for one in self._replicas.current():
             try:
-                return ray.get(one.actor.get_tokenizer.remote(), timeout=TOKENIZER_TIMEOUT_S)
+                return ray.get(getattr(one.actor, method).remote(), timeout=FETCH_TIMEOUT_S)
             except RayError as error:
                 is_late = isinstance(error, GetTimeoutError)
                 if not is_late and errors.loss(one.replica_id, error) is None:
                     raise
                 reasons.append(f"replica {one.replica_id}: {type(error).__name__}")
         why = ", ".join(reasons)
-        raise errors.NoReplicaAvailableError(f"no replica could send its tokenizer: {why}")
+        raise errors.NoReplicaAvailableError(f"no replica could answer {method}: {why}")
 
 
 def _reserver(balancer: LoadBalancer, only: str | None = None) -> Reserve:

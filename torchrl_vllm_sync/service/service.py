@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.observe.status import ServiceStatus
     from torchrl_vllm_sync.routing.balancer import RequestKey
+    from torchrl_vllm_sync.serve.server import OpenAIServer
     from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
     from torchrl_vllm_sync.weights.transport import WeightTransport
 
@@ -207,7 +208,7 @@ class AsyncVLLM(RLvLLMEngine):
         self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
         limit_s = settings.unresponsive_after_s
         self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)
-        self._dashboards: list[Dashboard] = []
+        self._views: list[Dashboard | OpenAIServer] = []
         self._exporter: MetricsExporter | None = None
         if self.replicas:
             if not is_copy:
@@ -334,11 +335,11 @@ class AsyncVLLM(RLvLLMEngine):
         self._set_up(self.replicas.settings, is_copy=self.replicas.is_copy)
 
     def _end_views(self) -> None:
-        """Ends what shows the service; idempotent."""
+        """Ends what shows or serves the service; idempotent."""
         if self._exporter is not None:
             self._exporter.stop()
-        for board in self._dashboards:
-            board.close()
+        for view in self._views:
+            view.close()
 
     def __enter__(self) -> Self:
         return self
@@ -825,8 +826,33 @@ class AsyncVLLM(RLvLLMEngine):
             return service.status()
 
         board = Dashboard(look, host=host, port=port, history=history)
-        self._dashboards = [*(one for one in self._dashboards if one.is_open), board]
+        self._views = [*(one for one in self._views if one.is_open), board]
         return board
+
+    def serve(
+        self, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, **options: Any
+    ) -> OpenAIServer:
+        """Returns an OpenAI server over the replicas, which ends with it or with the service.
+
+        ``tutorials/guides/serving.md`` says what it answers, and how versions and sessions appear.
+
+        Args:
+            host: Name or address to listen on; only this machine reaches the default one.
+            port: Port to listen on, which must be free; 0 takes a free one.
+            api_key: What clients must send as bearer token; ``VLLM_API_KEY`` if ``None``, and
+                without either anybody who reaches the address may ask.
+            **options: Those of ``vllm serve`` that concern answers, such as ``tool_call_parser``.
+
+        Raises:
+            UnsupportedArgumentError: Also if the installed vLLM has other serving classes.
+            NoReplicaAvailableError: No replica could be asked for its configuration.
+        """
+        from torchrl_vllm_sync.serve.server import OpenAIServer  # what vLLM brings along
+
+        self.replicas.require()
+        server = OpenAIServer(self, host, port, api_key, options)
+        self._views = [*(one for one in self._views if one.is_open), server]
+        return server
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the replicas as they are at this moment."""

@@ -1,0 +1,307 @@
+"""The OpenAI server, asked by the client that everybody uses."""
+
+import asyncio
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import pickle
+import signal
+import sys
+
+import openai
+import pytest
+import ray
+
+from tests.engine.requests import (
+    eventually,
+    is_idle,
+    num_running,
+    sampling,
+    slowed,
+    token_ids,
+)
+from torchrl_vllm_sync import AsyncVLLM, ReplicaState, cli
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+
+KILLS = True
+KEY = "a-key"
+PROMPT = list(range(40, 90))
+MESSAGES = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+@pytest.fixture(scope="module")
+def server(service):
+    with service.serve(api_key=KEY) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def name(client):
+    (model,) = client.models.list().data
+    return model.id
+
+
+def ask(server, path, body=None, headers=(), method="POST"):
+    """Status, headers and body of one bare request with the right key."""
+    given = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **dict(headers)}
+    body = json.dumps(body) if isinstance(body, dict) else body
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, given)
+        with connection.getresponse() as answer:
+            return answer.status, answer.headers, answer.read()
+
+
+def texts(stream):
+    return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_seeds_give_the_tokens_of_generate(service, client, name, stream):
+    fields = {"max_tokens": 12, "seed": 5, "temperature": 1.0}
+    wanted = service.generate(PROMPT, sampling(**fields)).outputs[0]
+    answer = client.completions.create(
+        model=name,
+        prompt=PROMPT,
+        stream=stream,
+        logprobs=1,
+        extra_body={"return_token_ids": True},
+        **fields,
+    )
+    chunks = list(answer) if stream else [answer]
+    found = [one for chunk in chunks for one in chunk.choices]
+    assert [token for one in found for token in one.token_ids] == list(wanted.token_ids)
+    assert "".join(one.text for one in found) == wanted.text
+    assert sum(len(one.logprobs.tokens) for one in found) == 12
+    assert all(chunk.policy_versions == [service.weight_version] for chunk in chunks)
+
+
+def test_a_chat_is_the_template_s_prompt(service, client, name):
+    prompt = service.requests.tokenizer().apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=False
+    )
+    fields = {"n": 2, "seed": 3, "temperature": 1.0}
+    wanted = service.generate(prompt, sampling(max_tokens=16, **fields)).outputs
+    wanted = [one.text for one in wanted]
+    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 16, **fields}
+    two = client.chat.completions.create(**chat)
+    assert [one.message.content for one in two.choices] == wanted
+    assert two.usage.completion_tokens == 32
+    found = ["", ""]
+    for chunk in client.chat.completions.create(stream=True, **chat):
+        for one in chunk.choices:
+            found[one.index] += one.delta.content or ""
+    assert found == wanted
+    stop = wanted[0][3:5]
+    stopped = client.chat.completions.create(stop=stop, **chat).choices[0]
+    assert stopped.message.content == wanted[0].partition(stop)[0]
+    assert stopped.finish_reason == "stop"
+
+
+def test_structured_outputs_and_tools_are_vllm_s(service, client, name):
+    chat = {"model": name, "messages": MESSAGES, "max_completion_tokens": 120}
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.chat.completions.create(**chat, extra_body=extra)
+    assert answer.choices[0].message.content in ("yes", "no")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    extra = {"structured_outputs": {"choice": [call]}}
+    with (
+        service.serve(tool_call_parser="hermes", enable_auto_tool_choice=True) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.create(**chat, tools=tools, extra_body=extra)
+    (found,) = answer.choices[0].message.tool_calls
+    assert (found.function.name, json.loads(found.function.arguments)) == ("add", {"a": 3})
+    with pytest.raises(UnsupportedArgumentError, match="nobody"):
+        service.serve(tool_call_parser="nobody", enable_auto_tool_choice=True)
+
+
+def test_tokens_come_back_for_tokens(service, server, name):
+    _, _, body = ask(server, "/tokenize", {"model": name, "prompt": "Hello"})
+    ids = json.loads(body)["tokens"]
+    assert ids == service.requests.tokenizer().encode("Hello")
+    _, _, body = ask(server, "/detokenize", {"model": name, "tokens": ids})
+    assert json.loads(body)["prompt"] == "Hello"
+    wanted = token_ids(service.generate(PROMPT, sampling()))
+    given = {"temperature": 0.0, "max_tokens": 4}
+    asked = {"model": name, "token_ids": PROMPT, "sampling_params": given}
+    code, _, body = ask(server, "/inference/v1/generate", asked)
+    assert (code, json.loads(body)["choices"][0]["token_ids"]) == (200, wanted)
+
+
+def test_every_answer_tells_its_versions(service, server, client, name, other_model):
+    before = service.weight_version
+    with slowed(service, 0.02):
+        fields = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **fields)
+        first = next(stream)
+        service.push_weights(other_model)
+        *_, last = stream
+    assert first.policy_versions == [before]
+    assert last.policy_versions == [before, before + 1]
+    raw = client.completions.with_raw_response.create(model=name, prompt=PROMPT, max_tokens=2)
+    assert raw.headers["x-policy-versions"] == str(before + 1)
+    assert raw.parse().policy_versions == [before + 1]
+    asked = {"model": name, "token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
+    _, headers, body = ask(server, "/inference/v1/generate", {**asked, "stream": True})
+    assert headers["x-policy-versions"] == str(before + 1)
+    events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
+    (span,) = json.loads(events[-1])["choices"][0]["weight_versions"]
+    assert span == {"version": str(before + 1), "start": 0, "end": 4}
+
+
+def test_sessions_and_groups_reach_the_balancer(service, client, name):
+    balancer = service.requests.balancer
+    for fields in (
+        {"user": "ann"},
+        {"user": "else", "extra_headers": {"X-Session-ID": "bob"}},
+        {"extra_headers": {"X-Group-ID": "six"}},
+    ):
+        client.completions.create(model=name, prompt=PROMPT, max_tokens=2, **fields)
+    known = [balancer.sessions.get(one) is not None for one in ("ann", "bob", "else")]
+    assert known == [True, True, False]
+    assert balancer.groups.get("six") is not None
+
+
+def test_only_who_may_is_answered(service, server, name, monkeypatch):
+    asked = {"model": name, "prompt": "x", "max_tokens": 1}
+    assert ask(server, "/v1/completions", asked)[0] == 200
+    for key in ("Bearer wrong", "Bearer", "", f"Basic {KEY}"):
+        for path in ("/v1/completions", "/tokenize", "/inference/v1/generate", "/metrics"):
+            assert ask(server, path, asked, {"Authorization": key})[0] == 401
+    for state, code in (("serving", 200), ("stale", 503)):
+        load = service.load.snapshots()
+        shown = [dataclasses.replace(one, state=ReplicaState(state)) for one in load]
+        monkeypatch.setattr(service.load, "snapshots", lambda shown=shown: shown)
+        assert ask(server, "/health", headers={"Authorization": ""}, method="GET")[0] == code
+        monkeypatch.undo()
+    for path in ("/metrics", "/scale_elastic_ep", "/inference/v1/abort_requests", "/docs", "/load"):
+        assert [ask(server, path, {}, method=one)[0] for one in ("GET", "POST")] == [404, 404]
+    assert ask(server, "/v1/completions", asked, {"Host": "evil.example"})[0] == 400
+    assert server.host == "127.0.0.1"
+    with pytest.raises(UnsupportedArgumentError, match="port"):
+        service.serve(port=server.port)
+    with pytest.raises(UnsupportedArgumentError, match="api_key"):
+        service.serve(api_key="")
+    with pytest.raises(UnsupportedArgumentError, match="tool_parser"):
+        service.serve(tool_parser="hermes")
+
+
+def test_large_bodies_are_refused(server):
+    length = {"Content-Length": str((32 << 20) + 1)}
+    assert ask(server, "/v1/completions", None, length)[0] == 413
+    chunks = (bytes(1 << 20) for _ in range(33))  # whose length is not said before
+    assert ask(server, "/v1/completions", chunks)[0] == 413
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": -1}, {"logprobs": 10**6}, {"prompt": [10**6]}])
+def test_a_caller_s_fault_is_said_to_be_one(client, name, fields):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(**{"model": name, "prompt": "x", **fields})
+
+
+def test_hanging_up_ends_the_request_and_nothing_else(service, server, name):
+    async def run():
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+
+            def ask(**fields):
+                asked = {"model": name, "prompt": PROMPT, "extra_body": {"ignore_eos": True}}
+                return client.completions.create(**{"max_tokens": 200, **asked, **fields})
+
+            kept = asyncio.create_task(ask(max_tokens=120))
+            whole = [asyncio.create_task(ask()) for _ in range(4)]
+            streams = [await ask(stream=True) for _ in range(4)]
+            for one in streams:
+                await anext(one)
+            await asyncio.to_thread(eventually, lambda: num_running(service) == 9)
+            for task in whole:
+                task.cancel()
+            for one in streams:
+                await one.close()
+            await asyncio.to_thread(eventually, lambda: service.load.total_in_flight == 1)
+            await asyncio.to_thread(eventually, lambda: num_running(service) == 1)
+            assert not kept.done()
+            return await kept
+
+    with slowed(service, 0.02):
+        answer = asyncio.run(run())
+    assert answer.usage.completion_tokens == 120
+    eventually(lambda: is_idle(service))
+
+
+def test_it_ends_with_its_service(service):
+    with pickle.loads(pickle.dumps(service)) as copy:
+        server = copy.serve()
+        code, _, _ = ask(server, "/v1/models", method="GET", headers={"Authorization": "no"})
+        assert code == 200
+    assert not server.is_open
+    assert service.generate(PROMPT, sampling()).finished
+
+
+def test_the_command_serves_until_it_is_interrupted(service, monkeypatch, capfd):
+    launched, found = [], []
+    copy = pickle.loads(pickle.dumps(service))
+
+    def launch(model, **fields):
+        launched.append((model, fields))
+        return copy
+
+    def looks(_):
+        (server,) = copy._views
+        found.append(ask(server, "/v1/models", method="GET")[0])
+        yield
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", launch)
+    monkeypatch.setattr(cli, "_looks", looks)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        given = ["--replicas", "2", "--port", "0", "--option", f"api_key={KEY}"]
+        assert cli.main(["serve", "a/model", *given, "--engine", "max_model_len=64"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert launched == [("a/model", {"num_replicas": 2, "max_model_len": 64})]
+    assert found == [200]
+    assert "serving at http://127.0.0.1:" in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "a/model", "--engine", "max_model_len"])
+
+
+def test_another_vllm_is_refused_by_name(service, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.launchers.app", None)
+    with pytest.raises(UnsupportedArgumentError, match=r"as vLLM 0\.32 serves"):
+        service.serve()
+
+
+def test_a_replica_that_dies_in_mid_stream_is_not_noticed(service, client, name):
+    params = sampling(max_tokens=150, ignore_eos=True)
+    wanted = service.generate(PROMPT, params).outputs[0].text
+    before = service.requests.counts.totals()["retried"]
+    pids = {one.replica_id: ray.get(one.actor.describe.remote()).pid for one in service.replicas}
+    with slowed(service, 0.01):
+        stream = client.completions.create(
+            model=name,
+            prompt=PROMPT,
+            max_tokens=150,
+            temperature=0.0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        text = "".join(next(stream).choices[0].text for _ in range(30))
+        (victim,) = [one.replica_id for one in service.load.snapshots() if one.in_flight]
+        os.kill(pids[victim], signal.SIGKILL)
+        text += texts(stream)
+    assert text == wanted
+    assert service.requests.counts.totals()["retried"] == before + 1
+    assert service.load.total_in_flight == 0

@@ -1,0 +1,107 @@
+"""The service as vLLM's serving classes see an engine, and the application that they make of it."""
+
+from __future__ import annotations
+
+import contextlib
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from torchrl_vllm_sync import errors
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    from fastapi import FastAPI
+
+# All that is mounted: what else vLLM has, such as routes that scale, abort or profile, is not.
+_INFRA = {"/health", "/version", "/tokenize", "/detokenize", "/v1/models"}
+PATHS = _INFRA | {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
+_OF_PROMPT = ("prompt_token_ids", "prompt", "cache_salt")
+_REFUSED = ("lora_request", "priority", "data_parallel_rank", "kv_hints")
+# Of one HTTP request: its group, and the policy versions that have answered it so far.
+ASKED: ContextVar[tuple[str | None, set[int]]] = ContextVar("ASKED")
+
+
+class ServiceClient:
+    """What vLLM's serving classes use of its ``EngineClient``, over all replicas of a service."""
+
+    errored = False  # replicas die and return; what none of them takes is answered by 503
+
+    def __init__(self, service: Any, config: Any) -> None:
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        self._service, self.vllm_config, self.model_config = service, config, config.model_config
+        self.input_processor = InputProcessor(config)
+        self.renderer = self.input_processor.renderer
+
+    async def generate(
+        self, prompt: Any, params: Any, _: str, *, session_id: str | None = None, **more: Any
+    ) -> AsyncGenerator[Any]:
+        """Yields outputs as an engine does; what a replica loses is gone on with by another."""
+        if prompt.get("type") != "token" or any(more.get(name) for name in _REFUSED):
+            told = "text and token ids alone are supported, without adapters, priorities and hints"
+            raise NotImplementedError(told)
+        config = self.vllm_config
+        other = config.speculative_config, config.structured_outputs_config
+        params.verify(self.model_config, *other, self.input_processor.tokenizer)
+        group_id, versions = ASKED.get()
+        one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
+        stream = self._service.astream(one, params, session_id=session_id, group_id=group_id)
+        try:
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
+                    versions.update(one.version for some in output.version_spans for one in some)
+                    yield output
+        except errors.SyncError as error:
+            raise _as_http(error) from error
+
+    def check_admission(self, *_: Any) -> None: ...  # the service queues
+
+    async def check_health(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if not any(one.state.admits_requests for one in self._service.load.snapshots()):
+            raise EngineDeadError
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+
+def _as_http(error: errors.SyncError) -> Exception:
+    """The error of vLLM's that has the right status; a caller's fault and an engine's have it."""
+    from vllm.exceptions import GracefulHTTPError
+
+    if isinstance(error, ValueError) or type(error) is errors.GenerationError:
+        return error
+    is_late = isinstance(error, errors.GenerationTimeoutError)
+    return GracefulHTTPError(str(error), HTTPStatus(504 if is_late else 503))
+
+
+async def make_app(service: Any, api_key: str | None, options: Mapping[str, Any]) -> FastAPI:
+    """vLLM's application over a service, with the paths above and no others."""
+    import vllm
+
+    engine_args, config = service.engine_args, service.requests.fetch("get_config")
+    names = engine_args.served_model_name or engine_args.model
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        vars(args).update(vars(BaseFrontendArgs(**options)))
+        args.model, args.api_key = engine_args.model, [api_key]
+        args.served_model_name = [names] if isinstance(names, str) else names
+        args.structured_outputs_config = config.structured_outputs_config
+        args.allowed_origins = []  # other sites' pages must not ask through a visitor's browser
+        args.enable_scale_out = True
+        client: Any = ServiceClient(service, config)
+        app = build_app(args, ("generate",), config.model_config)
+        await init_app_state(client, app.state, args, ("generate",))
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        told = f"vLLM {vllm.__version__} cannot serve this, as vLLM 0.32 serves: {error!r}"
+        raise errors.UnsupportedArgumentError(told) from error
+    app.router.routes[:] = [one for one in app.routes if getattr(one, "path", None) in PATHS]
+    return app

@@ -1,0 +1,173 @@
+"""The HTTP server: who may ask, how much at once, and what every answer says of its versions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Self
+
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import JSONResponse
+
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.serve.client import ASKED, make_app
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_BODY_BYTES = 32 << 20
+CLOSE_S = 2  # for answers that are under way when the server is closed
+
+
+class OpenAIServer:
+    """What :meth:`AsyncVLLM.serve` returns: an OpenAI server, until it or the service ends.
+
+    Example:
+        >>> with service.serve() as server:
+        ...     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    Args:
+        service: What answers.
+        host, port, api_key, options: As for :meth:`AsyncVLLM.serve`.
+
+    Raises:
+        UnsupportedArgumentError, NoReplicaAvailableError: As for :meth:`AsyncVLLM.serve`.
+    """
+
+    def __init__(
+        self, service: Any, host: str, port: int, api_key: str | None, options: Mapping[str, Any]
+    ) -> None:
+        key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
+        if key is not None and not (key and key.isascii()):
+            raise UnsupportedArgumentError("api_key must be text of ASCII characters")
+        with ThreadPoolExecutor(1) as pool:  # as a notebook's thread has a loop of its own
+            app: Any = pool.submit(asyncio.run, make_app(service, key, options)).result()
+        try:
+            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
+        except (OSError, UnicodeError, OverflowError, TypeError) as error:
+            told = f"host and port must be free to listen on, got {host!r} and {port!r}: {error}"
+            raise UnsupportedArgumentError(told) from error
+        address: tuple[str, int] = listening.getsockname()[:2]
+        self.host, self.port = address
+        app = Gate(app, key)
+        if ipaddress.ip_address(self.host).is_loopback:
+            # Other sites' pages can have a browser here ask, under a name that they point to it.
+            names = ["localhost", "127.0.0.1", self.host, f"[{self.host}]"]
+            app = TrustedHostMiddleware(app, names)
+        # Without a lifespan: vLLM's freezes the garbage of a process that is its own.
+        plain: Any = {"lifespan": "off", "loop": "asyncio", "ws": "none", "log_config": None}
+        config = uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=CLOSE_S, **plain)
+        self._server = uvicorn.Server(config)
+        run, name = self._server.run, "openai-server"
+        self._thread = threading.Thread(target=run, args=([listening],), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Address of the server, as it is reached from this machine, without a path."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the server; answers under way have two seconds. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S + 10.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Gate:
+    """ASGI middleware: lets in who has the key, bounds bodies, and adds versions to answers."""
+
+    def __init__(self, app: Any, api_key: str | None) -> None:
+        self._app, self._bearer = app, b"" if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = Headers(scope=scope)
+        # vLLM's own check leaves out some paths.
+        is_open = not self._bearer or scope["path"] == "/health"
+        given = headers.get("authorization", "").encode("latin-1")
+        if not (is_open or secrets.compare_digest(given, self._bearer)):
+            await _refusal(401, "the API key is wrong or missing")(scope, receive, send)
+            return
+        size, body, has_more = int(headers.get("content-length", 0)), bytearray(), True
+        while has_more and size <= MAX_BODY_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            size, has_more = max(size, len(body)), message.get("more_body", False)
+        if size > MAX_BODY_BYTES:
+            told = f"a body must have at most {MAX_BODY_BYTES} bytes"
+            await _refusal(413, told)(scope, receive, send)
+            return
+        if "x-session-id" not in headers and (user := _user(body)):
+            scope = {**scope, "headers": [*scope["headers"], (b"x-session-id", user.encode())]}
+        whole = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
+        versions = set[int]()
+        ASKED.set((headers.get("x-group-id"), versions))
+
+        async def replay() -> Any:
+            return next(whole, None) or await receive()
+
+        await self._app(scope, replay, _stamping(send, versions))
+
+
+def _refusal(code: int, told: str) -> JSONResponse:
+    error = {"message": told, "type": "invalid_request_error", "code": code}
+    return JSONResponse({"error": error}, code, {"connection": "close"})
+
+
+def _user(body: bytearray) -> str:
+    """OpenAI's field for the end user, which vLLM reads and does nothing with."""
+    if b'"user"' in body:
+        with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
+            asked = json.loads(body)
+            if isinstance(asked, dict) and isinstance(user := asked.get("user"), str):
+                return user
+    return ""
+
+
+def _stamping(send: Any, versions: set[int]) -> Any:
+    """Sends an answer with its policy versions: in a header, and in each JSON object."""
+    start: Any = None  # held back until it is known what answers
+
+    async def stamp(message: Any) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start":
+            start = message
+            return
+        body, known = message.get("body", b""), sorted(versions)
+        end = next((one for one in (b"}\n\n", b"}") if known and body.endswith(one)), b"")
+        if end:
+            body = body.removesuffix(end) + f',"policy_versions":{known}'.encode() + end
+        if start is not None:
+            headers = MutableHeaders(raw=start["headers"])
+            if known:
+                headers["x-policy-versions"] = ",".join(map(str, known))
+            if "content-length" in headers:
+                headers["content-length"] = str(len(body))
+            await send(start)
+            start = None
+        await send({**message, "body": body})
+
+    return stamp
