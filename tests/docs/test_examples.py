@@ -30,7 +30,6 @@ SPOKEN_OF = {
     "RolloutCorrection",
     "RunLog",
     "register_strategy",
-    "replay_routed_experts",
     "RunState",
     "save_timeline",
     "ServiceStatus",

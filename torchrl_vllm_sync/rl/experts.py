@@ -16,19 +16,13 @@ from torchrl_vllm_sync.weights.module import base_model, unwrap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-
 
 @contextmanager
-def replay_routed_experts(model: torch.nn.Module, experts: Tensor) -> Iterator[None]:
+def replay_routed_experts(model: torch.nn.Module, experts: torch.Tensor) -> Iterator[None]:
     """Inside, a mixture of experts computes each token by the experts that the engine chose.
 
-    They take the place of those that the model's routers find by ``torch.topk``; how much each
-    weighs, and the gradients of that, are the routers' own. It serves the mixtures of experts of
-    transformers whose routers choose so: Qwen, Mixtral, OLMoE, GPT-OSS, DeepSeek V3, GLM 4 and
-    others, also inside PEFT or sharded by FSDP2. For another model write a function like it.
+    They take the place of those that routers of transformers find by ``torch.topk``; how much each
+    weighs, and gradients, are the routers' own. For another model write a function like this one.
 
     Args:
         model: The model, which is called once inside.
@@ -42,14 +36,10 @@ def replay_routed_experts(model: torch.nn.Module, experts: Tensor) -> Iterator[N
         UnsupportedArgumentError: The model is compiled, or transformers does not say what its
             routers are; when it is called, a router does not choose once by ``torch.topk``.
         InvalidPromptError: ``experts`` have the shape of another model, or there is no such expert.
-
-    Example:
-        >>> policy = TrainerPolicy(model, replay_experts=replay_routed_experts)
     """
     core: Any = base_model(unwrap(model))
     routers, config = _routers(model, core), core.config.get_text_config()
-    shape = [config.num_hidden_layers, config.num_experts_per_tok]
-    if [*experts.shape[2:]] != shape:
+    if [*experts.shape[2:]] != (shape := [config.num_hidden_layers, config.num_experts_per_tok]):
         told = f"has shape {[*experts.shape]}, the model layers and experts a token {shape}"
         raise InvalidPromptError(f"{ROUTED_EXPERTS!r} {told}")
     flat, highest = experts.flatten(0, 1).long(), int(experts.amax())
@@ -70,7 +60,7 @@ def _routers(model: torch.nn.Module, core: Any) -> dict[int, torch.nn.Module]:
         raise UnsupportedArgumentError(f"{told} compiled code would not see them")
     kind = getattr(core.can_record_outputs.get("router_logits"), "target_class", ())
     named = [one for one in core.named_modules() if isinstance(one[1], kind)]
-    found = {int(at[1]): one for name, one in named if (at := _LAYER.search(name))}
+    found = {int(at[1]): one for name, one in named if (at := re.search(r"layers\.(\d+)", name))}
     if not found or len(found) != len(named):
         raise UnsupportedArgumentError(f"{told} transformers names no router of each layer")
     return found
@@ -79,10 +69,9 @@ def _routers(model: torch.nn.Module, core: Any) -> dict[int, torch.nn.Module]:
 class _Choice(TorchFunctionMode):
     """From the beginning of a router to its end, what ``torch.topk`` finds there."""
 
-    def __init__(self, name: str, experts: Tensor, highest: int) -> None:
+    def __init__(self, name: str, experts: torch.Tensor, highest: int) -> None:
         super().__init__()
         self._name, self._experts, self._highest = name, experts, highest
-        self._num_choices = 0
 
     def begin(self, *_: object) -> None:
         self._num_choices = 0

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    ReplayExperts: TypeAlias = Callable[[torch.nn.Module, Tensor], AbstractContextManager[Any]]
-
 _TOKENS: NestedKey = ("tokens", "full")
 _PROMPTS: NestedKey = ("tokens", "prompt")
 _ATTENTION: NestedKey = ("masks", "all_attention_mask")
@@ -71,10 +69,6 @@ class TrainerPolicy(LLMWrapperBase):
     :class:`vLLMWrapper`, whose columns end where those of the tokens do. Log-probabilities and
     entropies are of these alone: with top-k, top-p or min-p, equal weights have the ratio 1.
 
-    Rows of a mixture of experts may say which of them computed each token, in
-    ``("routed_experts", "full")``, integers ``[B, T, layers, top_k]``. With ``replay_experts`` the
-    model computes by these, also where its own router, in other rounding, would choose others.
-
     A called policy writes ``(log_probs_key, "full")`` into the rows, float32 and 0 on padding.
 
     Args:
@@ -91,10 +85,10 @@ class TrainerPolicy(LLMWrapperBase):
             again tell the model where a row begins. Flash attention then computes each row by
             itself; others the square of all tokens of a pass, which ``micro_batch`` bounds.
         log_probs_key: Where a call writes; not where losses read.
-        replay_experts: Makes a context manager of the model and the experts, integers
-            ``[B, T, layers, top_k]``, of the tokens of one pass, packed or padded as these are, -1
-            where none are known. It is entered around each call of the model, and in backward
-            around layers that are computed again. ``replay_routed_experts`` is one.
+        replay_experts: Has the model compute by the experts that rows may name, in
+            ``("routed_experts", "full")``, integers ``[B, T, layers, top_k]``, -1 for none known:
+            ``replay_routed_experts``, or what else makes a context manager of a model and of those
+            of the tokens of one call, around which it is entered, also for layers in backward.
 
     Raises:
         UnsupportedArgumentError: An argument is out of range; or, when rows are scored, gradients
@@ -128,7 +122,7 @@ class TrainerPolicy(LLMWrapperBase):
         temperature: float = 1.0,
         packed: bool = False,
         log_probs_key: NestedKey = "log_probs",
-        replay_experts: ReplayExperts | None = None,
+        replay_experts: Callable[..., AbstractContextManager[Any]] | None = None,
     ) -> None:
         super().__init__(model)
         check_integer("chunk_tokens", chunk_tokens, 1)
