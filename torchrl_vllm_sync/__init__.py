@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.corrections import StalenessFilter as StalenessFilter
     from torchrl_vllm_sync.rl.corrections import StalenessWeight as StalenessWeight
     from torchrl_vllm_sync.rl.corrections import VersionStamp as VersionStamp
+    from torchrl_vllm_sync.rl.experts import replay_routed_experts as replay_routed_experts
     from torchrl_vllm_sync.rl.groups import GroupAdvantage as GroupAdvantage
     from torchrl_vllm_sync.rl.groups import RayReplayBuffer as RayReplayBuffer
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage

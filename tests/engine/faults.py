@@ -8,9 +8,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import ray
 import torch
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    bind_routed_experts_capturer,
+)
 
 from torchrl_vllm_sync.engine import internals, receiver
 from torchrl_vllm_sync.engine import plan as plans
@@ -69,6 +73,19 @@ class FaultyWorker(PacedWorker):
         receiver.buckets.whole_tensors = self._sync_faulty_arrivals
         plans.repack_cpu = self._sync_faulty_repacking
         return os.getpid()
+
+    def sync_note_experts(self):
+        """What the routers chose since the last call, by layer, token and place; they note it on.
+
+        By vLLM's own hooks for routed experts, whose way to a request is Model Runner V2's alone.
+        """
+        noted, self._noted = getattr(self, "_noted", {}), {}
+
+        def capture(layer, chosen):
+            self._noted.setdefault(layer, []).extend(chosen.tolist())
+
+        bind_routed_experts_capturer(self._sync_model(), SimpleNamespace(capture=capture))
+        return [noted[layer] for layer in sorted(noted)]
 
     def sync_sleep(self, seconds):
         time.sleep(seconds)

@@ -4,6 +4,7 @@ import tempfile
 
 import pytest
 import ray
+import torch
 from tensordict import TensorDict
 from torchrl.collectors.llm.weight_update.vllm_v2 import vLLMUpdaterV2
 from torchrl.modules.llm import TransformersWrapper
@@ -11,17 +12,20 @@ from torchrl.weight_update.llm import get_model_metadata
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
-from tests.engine.requests import eventually
+from tests.engine.requests import eventually, sampling
 from tests.engine.rollouts import TOKENIZER
 from tests.engine.trainers import broadcast
 from torchrl_vllm_sync import (
     AsyncVLLM,
     MemmapTransport,
+    TrainerPolicy,
     VLLMDoubleBufferSyncScheme,
     VLLMWeightSyncScheme,
     WeightUpdater,
+    replay_routed_experts,
 )
 from torchrl_vllm_sync.errors import WeightMismatchError, WeightSyncError
+from torchrl_vllm_sync.rl.rows import NO_EXPERT
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -32,6 +36,7 @@ MODELS = {
 }
 
 
+PROMPT = [*range(400, 340, -1)]  # nobody else's, so that all of it is computed
 TRANSPORTS = {"memmap": MemmapTransport, "broadcast": broadcast}
 
 
@@ -109,6 +114,37 @@ def test_a_push_that_lacks_one_expert_is_refused(experts):
         service.push_weights(weights)
     service.push_weights(saved(path))
     assert_holds(service, model)
+
+
+def test_where_routing_is_a_close_call_replayed_experts_give_the_engines_log_probs(experts):
+    """The experts of a layer are as good as equally likely: rounding decides, and they differ."""
+    service, path = experts
+    model, generator = load_tiny_model(path), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            gate = layer.mlp.gate.weight
+            gate.copy_(gate[:1] + 1e-7 * torch.randn(gate.shape, generator=generator))
+    service.push_weights(model)
+    note = service.actors[0].collective_rpc.remote
+    ray.get(note("sync_note_experts"))
+    params = sampling(max_tokens=150, temperature=1.0, logprobs=0, ignore_eos=True)
+    (sample,) = service.generate(prompt_token_ids=PROMPT, sampling_params=params).outputs
+    (noted,) = ray.get(note("sync_note_experts"))
+    ids = torch.tensor([[*PROMPT, *sample.token_ids]])
+    by_layer = torch.tensor([[*of_tokens, [NO_EXPERT] * 2] for of_tokens in noted])
+    answer = torch.arange(ids.shape[1])[None] >= len(PROMPT)
+    masks = {"all_attention_mask": answer | True, "all_assistant_mask": answer}
+    rows = TensorDict({"tokens": {"full": ids}, "masks": masks}, [1])
+    rows["routed_experts"] = {"full": by_layer.transpose(0, 1)[None]}
+    pairs = zip(sample.logprobs, sample.token_ids, strict=True)
+    wanted = torch.tensor([entry[token].logprob for entry, token in pairs])
+
+    def apart(**settings):
+        found = TrainerPolicy(model, **settings)(rows.clone())["log_probs", "full"]
+        return (found[answer] - wanted).abs().max()
+
+    assert apart(replay_experts=replay_routed_experts) < TOLERANCE
+    assert apart() > 100 * TOLERANCE  # the twin: the trainer's own router decides
 
 
 def test_two_workers_each_take_their_shard(cluster, checkpoint):

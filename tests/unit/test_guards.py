@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from tensordict import set_list_to_stack
+from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import ChatHistory
 
 from tests.unit.test_policy import TOKENIZER, CannedService, asked, policy_of, retold, swap
 from torchrl_vllm_sync import TrainerPolicy, vLLMWrapper
@@ -267,6 +269,28 @@ def test_they_do_in_dense_rows():
     rows = policy.answer_chats(chats, [0, 0, 1])
     for row, output in zip(rows.unbind(0), service.outputs, strict=True):
         assert_routed(row, output)
+
+
+def test_a_turn_has_the_experts_and_masks_of_its_own_tokens():
+    service = RoutedService()
+    settings = {"service": service, "sampling": {"top_k": 9}, **MASKED}
+    policy = policy_of(vLLMWrapper, mode="history", **settings)
+    rows = policy(asked("history", (3,), lazy=True))
+    chats = [one.tolist(tolist_first=True) for one in rows["history"].full.unbind(0)]
+    chats = [[{name: one[name] for name in ("role", "content")} for one in chat] for chat in chats]
+    again = History.from_chats([[*chat, {"role": "user", "content": "And?"}] for chat in chats])
+    service.seed = 1
+    next_rows = rows.clone(False)  # with all that the last turn had
+    next_rows["history"] = ChatHistory(prompt=again, batch_size=3)
+    next_rows = policy(next_rows)
+    for row, before, output in zip(*map(list, (next_rows, rows, service.outputs)), strict=True):
+        assert len(row["tokens", "full"]) > len(before["tokens", "full"])
+        assert int(row["turns", "kept"]) == len(before["tokens", "full"])
+        assert_routed(row, output)
+        (sample,) = output.outputs
+        for mask, entries in zip(row[keys.SAMPLING_MASK], sample.logprobs, strict=True):
+            listed = {one for one, its in entries.items() if np.isfinite(its.logprob)}
+            assert {*mask.tolist()} - {keys.NO_TOKEN} == listed
 
 
 def assert_routed(row, output):

@@ -3,17 +3,25 @@
 import copy
 import pickle
 import random  # noqa: TID251  seeded below
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from torchrl_vllm_sync import ReplicaState, VersionSpan
-from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest, SpanChecker, continued
+from torchrl_vllm_sync.engine.answers import (
+    AdmissionGate,
+    RunningRequest,
+    SpanChecker,
+    continued,
+    tell_of_first_replica,
+)
 from torchrl_vllm_sync.requests.dispatch import AnswerSoFar, unsound_settings
 from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, PackedResults
 from torchrl_vllm_sync.testing import make_tiny_tokenizer
 
 PROMPT_TEXT = "Zwölf Boxkämpfer: "
+NO_MASK = SimpleNamespace(token_ids=[])
 ANSWER_TEXT = "jagen 🦊 über den Sylter 🦊🦊 Deich, ünd so weiter."
 
 
@@ -41,7 +49,7 @@ class Engine:
     def run(self, request):
         """Yields the results of a request, a token each."""
         from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-        from vllm.v1.outputs import LogprobsLists
+        from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
         params, prompt, begun = request.sampling_params, request.prompt, request.begun
         running, made = RunningRequest("e", request, self), []
@@ -64,7 +72,8 @@ class Engine:
             ),
             None,
         )
-        received = len(prompt["prompt_token_ids"]) - len(self.prompt)
+        held = len(prompt["prompt_token_ids"])
+        received = held - len(self.prompt)
         assert prompt["prompt_token_ids"] == self.prompt + self.answer[:received]
         rest = self.answer[received:][: params.max_tokens]
         for at, token in enumerate(rest):
@@ -78,11 +87,16 @@ class Engine:
                 new_token_ids=[token],
                 new_logprobs=logprobs if params.logprobs is not None else None,
                 finish_reason=FinishReason.LENGTH if is_last else None,
+                new_sampling_mask=SamplingMaskLists(np.array([token, 9])),
+                # Of all that it computed anew, which at first is the prompt.
+                routed_experts=np.full((1 if at else held, 2, 1), self.version),
             )
             label = "default" if self.version == 0 else str(self.version)
             made.clear()
             self.output_processor.process_outputs([core], weight_version=label)
             for output in made:
+                if begun is not None:
+                    tell_of_first_replica(output, begun)
                 report = running.sample.report(output.outputs[0], SpanChecker("0"))
                 result = EngineResult(
                     request_id=request.request_id,
@@ -219,6 +233,31 @@ def test_each_part_keeps_the_versions_that_sampled_it(tokenizer, only_new):
         assert results[-1].samples[0].spans == tuple(
             VersionSpan(int(version), start, end) for version, start, end in wanted
         )
+
+
+@pytest.mark.parametrize("only_new", [False, True])
+def test_masks_and_experts_are_of_all_tokens_or_not_there(tokenizer, only_new):
+    """What one replica says of another's tokens is not what these were sampled by."""
+    from vllm.sampling_params import RequestOutputKind
+
+    prompt, answer = tokenizer.encode(PROMPT_TEXT), tokenizer.encode(ANSWER_TEXT)
+    request = make_request(prompt, max_tokens=len(answer))
+    if only_new:
+        request.sampling_params.output_kind = RequestOutputKind.DELTA
+
+    def samples(cuts):
+        results = broken_run(tokenizer, request, prompt, answer, cuts, versions=(3, 5))
+        return [one.output.make().outputs[0] for one in results]
+
+    for cuts in ([], [7], [7, 20]):
+        parts = samples(cuts)
+        masks = [mask for one in parts for mask in (one.sampling_mask or NO_MASK).token_ids]
+        is_known = only_new or not cuts
+        assert masks == [[token, 9] for token in answer] * is_known
+        experts = [one.routed_experts for one in parts]
+        assert all(one is None for one in experts[:-1])
+        assert (experts[-1] is None) == bool(cuts)
+    assert samples([])[-1].routed_experts.shape == (len(prompt) + len(answer) - 1, 2, 1)
 
 
 def test_a_stream_of_new_tokens_keeps_those_and_not_its_outputs(tokenizer):

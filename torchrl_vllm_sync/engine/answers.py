@@ -233,9 +233,11 @@ def continued(prompt: Any, params: SamplingParams, begun: BegunAnswer) -> tuple[
 
 
 def tell_of_first_replica(output: RequestOutput, begun: BegunAnswer) -> None:
-    """Sets an output's prompt facts to the first replica's; drops a partial ``sampling_mask``."""
+    """Sets an output's prompt facts to the first replica's; drops what is of the last one alone."""
     output.num_cached_tokens = begun.num_cached_tokens
     for completion in output.outputs:
+        # Of the last replica, also for tokens that the first computed, by experts of its choice.
+        completion.routed_experts = None
         masked = getattr(completion, "sampling_mask", None)  # vLLM 0.32; of the last replica alone
         if masked is not None and len(masked.token_ids) != len(completion.token_ids):
             completion.sampling_mask = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -19,12 +21,13 @@ from transformers import PreTrainedModel
 
 from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.rows import NO_TOKEN, SAMPLING_MASK
+from torchrl_vllm_sync.rl.rows import NO_EXPERT, NO_TOKEN, ROUTED_EXPERTS, SAMPLING_MASK
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 _TOKENS: NestedKey = ("tokens", "full")
 _PROMPTS: NestedKey = ("tokens", "prompt")
@@ -43,6 +46,9 @@ register_optimizer_step_post_hook(lambda *_: _STEPS.update(["of any optimizer"])
 # Log-probabilities of tokens and entropies of their positions, float32 [N], and what finds them.
 _Found: TypeAlias = "tuple[Tensor, Tensor]"
 _Scorer: TypeAlias = "Callable[[Tensor], _Found]"
+
+# Enters what replays the experts of the pass that runs, for layers that backward computes again.
+_REPLAY: ContextVar[Callable[[], Any]] = ContextVar("replay", default=nullcontext)
 
 
 class TrainerPolicy(LLMWrapperBase):
@@ -79,11 +85,15 @@ class TrainerPolicy(LLMWrapperBase):
             again tell the model where a row begins. Flash attention then computes each row by
             itself; others the square of all tokens of a pass, which ``micro_batch`` bounds.
         log_probs_key: Where a call writes; not where losses read.
+        replay_experts: Has the model compute by the experts that rows may name, in
+            ``("routed_experts", "full")``, integers ``[B, T, layers, top_k]``, -1 for none known:
+            ``replay_routed_experts``, or what else makes a context manager of a model and of those
+            of the tokens of one call, around which it is entered, also for layers in backward.
 
     Raises:
         UnsupportedArgumentError: An argument is out of range; or, when rows are scored, gradients
-            are wanted with ``gradient_checkpointing`` of a model in evaluation mode, or its
-            attention does not keep ``packed`` rows apart.
+            are wanted with ``gradient_checkpointing`` of a model in evaluation mode, or of experts
+            with the model's own, or its attention does not keep ``packed`` rows apart.
         InvalidPromptError: Of a call or a loss: an entry is missing or of a wrong shape, a token is
             outside the vocabulary or its sampling mask, a row is longer than the model's positions,
             or has no token that the loss asks for.
@@ -112,6 +122,7 @@ class TrainerPolicy(LLMWrapperBase):
         temperature: float = 1.0,
         packed: bool = False,
         log_probs_key: NestedKey = "log_probs",
+        replay_experts: Callable[..., AbstractContextManager[Any]] | None = None,
     ) -> None:
         super().__init__(model)
         check_integer("chunk_tokens", chunk_tokens, 1)
@@ -124,13 +135,15 @@ class TrainerPolicy(LLMWrapperBase):
         self.chunk_tokens, self.micro_batch = chunk_tokens, micro_batch
         self.gradient_checkpointing, self.temperature = gradient_checkpointing, temperature
         self.packed, self.log_probs_key = packed, log_probs_key
+        self.replay_experts = replay_experts
         # A pass that the loss of the same rows may take: tokens, what it found, and conditions.
         self._ahead: tuple[Tensor, TokenDistribution, list[Any]] | None = None
         self.in_keys = [_TOKENS, _ATTENTION]
         self.out_keys = [log_probs_key]
         if gradient_checkpointing:
             inner: Any = unwrap(model)
-            inner.gradient_checkpointing_enable({"use_reentrant": False})
+            contexts = {"use_reentrant": False, "context_fn": _contexts_of_layers}
+            inner.gradient_checkpointing_enable(contexts)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_ahead": None}  # graphs are neither pickled nor copied
@@ -313,7 +326,8 @@ class TrainerPolicy(LLMWrapperBase):
             if is_same and conditions == self._conditions():
                 return dist
             del ahead, dist  # and its graph
-        rows = _Rows.of(tokens, attention.bool(), mask, unwrap(self.model))
+        experts = self._experts(tensordict, tokens)
+        rows = _Rows.of(tokens, attention.bool(), mask, unwrap(self.model), experts)
         masks = _sampling_masks(tensordict, rows.positions, tokens.shape[1])
         if self.path == "head":
             scorer = partial(self._scores_by_head, self._states(rows), masks)
@@ -321,12 +335,38 @@ class TrainerPolicy(LLMWrapperBase):
             scorer = partial(self._scores_by_model, rows, masks)
         return TokenDistribution(mask, tokens, rows.positions, scorer)
 
+    def _experts(self, tensordict: Any, tokens: Tensor) -> Tensor:
+        """The experts [B, T, layers, k] to be replayed; of no layer where there are none."""
+        layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": NO_EXPERT}
+        experts = tensordict.get(ROUTED_EXPERTS, None, **layout) if self.replay_experts else None
+        if experts is None:
+            return tokens.new_empty(*tokens.shape, 0, 0)
+        if experts.shape[:-2] != tokens.shape:
+            shapes = f"{[*experts.shape]}, {_TOKENS} {[*tokens.shape]}"
+            raise InvalidPromptError(f"{ROUTED_EXPERTS} has shape {shapes}")
+        model: Any = base_model(unwrap(self.model))
+        if model.training and model.is_gradient_checkpointing and not self.gradient_checkpointing:
+            told = "needs gradient_checkpointing=True of the policy instead of the model's own"
+            raise UnsupportedArgumentError(f"replay_experts {told}")
+        return experts
+
+    @contextmanager
+    def _replaying(self, experts: Tensor) -> Iterator[None]:
+        known, replay = bool(experts.numel()), cast("Any", self.replay_experts)
+        former = _REPLAY.set(partial(replay, self.model, experts) if known else nullcontext)
+        try:
+            with _REPLAY.get()():
+                yield
+        finally:
+            _REPLAY.reset(former)
+
     def _states(self, rows: _Rows) -> Tensor:
         """The hidden states [N, H] that predict the scored tokens."""
         inner: Any = base_model(self.model)
 
-        def one(ids: Tensor, predicts: Tensor, *places: Tensor) -> Tensor:
-            return inner.base_model(**_input(ids, *places)).last_hidden_state[predicts]
+        def one(ids: Tensor, predicts: Tensor, experts: Tensor, *places: Tensor) -> Tensor:
+            with self._replaying(experts):
+                return inner.base_model(**_input(ids, *places)).last_hidden_state[predicts]
 
         step = self.micro_batch or len(rows.ids)
         return torch.cat(_each(one, [given for given, _ in rows.parts(step, packed=self.packed)]))
@@ -346,10 +386,12 @@ class TrainerPolicy(LLMWrapperBase):
         step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
         keeps = self._takes("logits_to_keep")
 
-        def one(of_tokens: list[Tensor], ids: Tensor, predicts: Tensor, *places: Tensor) -> _Found:
+        def one(of_tokens: list[Tensor], ids: Tensor, predicts: Tensor, *others: Tensor) -> _Found:
+            experts, *places = others
             columns = predicts.any(0).nonzero()[:, 0]
             chosen: Any = {"logits_to_keep": columns} if keeps else {}
-            logits = self.model(**_input(ids, *places), **chosen).logits
+            with self._replaying(experts):
+                logits = self.model(**_input(ids, *places), **chosen).logits
             logits = logits if keeps else logits[:, columns]
             return _scored(logits[predicts[:, columns]], self.temperature, *of_tokens)
 
@@ -403,9 +445,12 @@ class _Rows:
     positions: tuple[Tensor, ...]  # rows and columns of the N scored tokens, before the move
     ends: list[int]  # of each row, the columns that its scored tokens need
     counts: list[int]  # of each row, scored tokens
+    experts: Tensor  # integers [B, T, layers, k]: of each token, to be replayed
 
     @classmethod
-    def of(cls, tokens: Tensor, attention: Tensor, mask: Tensor, model: Any) -> _Rows:
+    def of(
+        cls, tokens: Tensor, attention: Tensor, mask: Tensor, model: Any, experts: Tensor
+    ) -> _Rows:
         if not tokens.numel():
             told = f"{_TOKENS!r} has shape {[*tokens.shape]}"
             raise InvalidPromptError(f"there are no tokens: {told}")
@@ -431,14 +476,16 @@ class _Rows:
             none = (asked == 0).nonzero()[:, 0].tolist()
             raise InvalidPromptError(f"rows without a token to score: {none}")
         positions = (mask & (attention.cumsum(1) > 1)).nonzero(as_tuple=True)
-        return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :])
+        experts = experts[torch.arange(len(ids), device=ids.device)[:, None], order]
+        return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :], experts)
 
     def parts(self, step: int, *, packed: bool) -> Iterator[tuple[tuple[Tensor, ...], int]]:
-        """Ids and what they predict, without unneeded columns; packed, one row and positions."""
+        """Ids, what they predict and experts, of needed columns; packed, one row and positions."""
         for at in range(0, len(self.ids), step):
             some = slice(at, at + step)
             ends = [max(one, 1) for one in self.ends[some]]
-            given = self.ids[some, : max(ends)], self.predicts[some, : max(ends)]
+            whole = self.ids, self.predicts, self.experts
+            given = tuple(one[some, : max(ends)] for one in whole)
             if packed:
                 columns = torch.arange(max(ends), device=self.ids.device).expand_as(given[0])
                 needed = columns < torch.tensor(ends, device=columns.device)[:, None]
@@ -507,6 +554,11 @@ class _Scores(torch.autograd.Function):
         if of_log_probs is not None:
             grad.scatter_add_(1, targets[:, None], of_log_probs[:, None])
         return grad.div_(ctx.temperature).to(ctx.dtype), None, None
+
+
+def _contexts_of_layers() -> tuple[Any, Any]:
+    """Of a layer that is checkpointed: of its call, which is within a pass, and of the next."""
+    return nullcontext(), _REPLAY.get()()
 
 
 def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
