@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from torchrl_vllm_sync.engine.internals import pack, unpack, unpack_on_arrival
+from torchrl_vllm_sync.engine.internals import (
+    leave_sent_buffers_alone,
+    pack,
+    unpack,
+    unpack_on_arrival,
+)
 
 
 class Tokenizer:
@@ -132,3 +138,18 @@ async def test_others_run_between_outputs_that_lie_ready():
 
     await asyncio.gather(read(), other())
     assert turns == ["other", "reader"] * 4
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_what_is_being_sent_is_not_written_over_by_a_vllm_that_would(monkeypatch, is_old):
+    monkeypatch.setattr(MsgpackEncoder, "encode_into", MsgpackEncoder.encode_into)
+    if is_old:
+        monkeypatch.delattr(EngineCoreProc, "_send_msg_tracking_payload")
+    leave_sent_buffers_alone()
+    outputs = EngineCoreOutputs(outputs=step([70, None, 3]))
+    pack(outputs.outputs)
+    sent = MsgpackEncoder().encode_into(outputs, buffer := bytearray())
+    assert len(sent) > 1
+    assert bool(buffer) is not is_old
+    found = MsgpackDecoder(EngineCoreOutputs).decode(sent).outputs
+    assert [one.new_token_ids for one in found] == [one.new_token_ids for one in outputs.outputs]

@@ -29,11 +29,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, PauseMode
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from torchrl_vllm_sync.replica import EngineCounters, Latency
 
@@ -167,11 +169,20 @@ def unpack(outputs: Sequence[EngineCoreOutput], samples: Mapping[str, Any]) -> N
             )
 
 
+def leave_sent_buffers_alone() -> None:
+    """In an engine core whose vLLM may write to a message that is being sent, has it not do so."""
+    # Of messages of several parts, as packed outputs are, vLLM 0.26 waits until the last part is
+    # sent, and writes the next message over the first (vllm-project/vllm, issue 24655).
+    if "_send_msg_tracking_payload" not in vars(EngineCoreProc):
+        MsgpackEncoder.encode_into = lambda encoder, obj, _: encoder.encode(obj)
+
+
 class _Own(_Base):
     """Packs outputs; runs as many requests as the KV cache will hold when they have grown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        leave_sent_buffers_alone()
         self._ended, self._capped = np.zeros((2, self.max_model_len + 1))  # answers by length
         self._limit_name = next(one for one in LIMITS if one in vars(self))
         self._most = self._limit = getattr(self, self._limit_name)
