@@ -61,7 +61,7 @@ def test_what_fits_when_it_has_grown_runs_and_hardly_any_is_preempted():
     plain = scheduler_of(Scheduler)
     fixed, thrashed = min(answer(plain, f"{num}", num) for num in (HELD, 2 * HELD))
     assert thrashed > 0.2
-    ours = scheduler_of(PackingScheduler)
+    ours = scheduler_of(PackingScheduler, fit_kv_cache=True)
     _, preempted = answer(ours, "first", 8 * HELD)  # when it knows of no answer yet
     assert preempted < 0.05
     for load in (2, 8):
@@ -71,11 +71,11 @@ def test_what_fits_when_it_has_grown_runs_and_hardly_any_is_preempted():
 
 
 def test_one_runs_even_if_it_may_not_fit():
-    ours = scheduler_of(PackingScheduler)
+    ours = scheduler_of(PackingScheduler, fit_kv_cache=True)
     room = ours.kv_cache_manager.block_pool.get_num_free_blocks() * BLOCK
     assert answer(ours, "", 2, most=room * 2)[0] >= max(LENGTHS)
 
 
-def test_it_can_be_left_to_vllm():
-    ours = scheduler_of(PackingScheduler, fit_kv_cache=False)
+def test_it_is_left_to_vllm_unless_asked_for():
+    ours = scheduler_of(PackingScheduler)
     assert answer(ours, "", 2 * HELD) == answer(scheduler_of(Scheduler), "", 2 * HELD)

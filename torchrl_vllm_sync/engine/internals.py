@@ -178,7 +178,7 @@ def leave_sent_buffers_alone() -> None:
 
 
 class _Own(_Base):
-    """Packs outputs; runs as many requests as the KV cache will hold when they have grown."""
+    """Packs outputs; may run as many requests as the KV cache will hold when they have grown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -187,7 +187,7 @@ class _Own(_Base):
         self._limit_name = next(one for one in LIMITS if one in vars(self))
         self._most = self._limit = getattr(self, self._limit_name)
         self._steps_left, options = 0, self.vllm_config.additional_config
-        wanted = not isinstance(options, dict) or options.get("fit_kv_cache", True)
+        wanted = isinstance(options, dict) and options.get("fit_kv_cache", False)
         self._fits = wanted and len(self.kv_cache_config.kv_cache_groups) == 1
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
