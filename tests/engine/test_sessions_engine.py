@@ -9,17 +9,21 @@ import signal
 import threading
 
 import pytest
-from tensordict import set_list_to_stack
+import torch
+from tensordict import TensorDict, set_list_to_stack
 from torchrl.envs import AsyncEnvPool, StepCounter, TrajCounter
 from torchrl.envs.llm.chat import ChatEnv
 from torchrl.envs.llm.transforms.tools import ToolTransformBase
+from torchrl.modules.llm.policies.common import Tokens
 
+from tests.engine.checks import TOLERANCE
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
-from tests.engine.requests import endless, eventually, is_idle, sampling, token_ids
+from tests.engine.requests import endless, eventually, is_idle, sampling, slowed, token_ids
 from tests.engine.rollouts import QUIET, SAMPLING, TOKENIZER
-from torchrl_vllm_sync import vLLMWrapper
+from torchrl_vllm_sync import TrainerPolicy, vLLMWrapper
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.testing import load_tiny_model
 
 pytestmark = QUIET
 BLOCK = ENGINE["block_size"]
@@ -241,24 +245,56 @@ def test_conversations_of_a_pool_stay_though_their_turns_mix(service):
 # A replica dies: last, because the others need both
 
 
-def test_a_session_whose_replica_dies_moves_and_finishes(service):
+def sample_masked(service, trained, rows):
+    prompts = torch.arange(5, 45).expand(8, 40) + torch.arange(8)[:, None]
+    policy = vLLMWrapper(
+        service,
+        tokenizer=TOKENIZER,
+        input_mode="tokens",
+        generate_kwargs={"top_p": 0.9, "top_k": 40, "max_tokens": 150, "ignore_eos": True},
+        trainer=trained,
+        return_sampling_mask=True,
+    )
+    rows.append(policy(TensorDict(tokens=Tokens(prompt=prompts, batch_size=8), batch_size=8)))
+
+
+def assert_masked(trained, rows):
+    """The ratio of equal weights is 1 by the masks of these rows, and not without them."""
+    answers, sampled = rows["masks", "all_assistant_mask"], rows["log_probs", "full"].clone()
+    for is_masked, given in {True: rows, False: rows.exclude("sampling_mask")}.items():
+        scored = trained(given.clone())["log_probs", "full"]
+        apart = (scored - sampled)[answers].abs()
+        assert apart.max() < TOLERANCE if is_masked else apart.mean() > 0.01
+
+
+def test_a_session_whose_replica_dies_moves_and_finishes(service, checkpoint):
+    trained = TrainerPolicy(load_tiny_model(checkpoint))
+    service.push_weights(trained.model)
     chats = [f"dying {chat}" for chat in range(CHATS)]
     prompts = openings(110)
     before = service.generate(prompts, sampling(), session_id=chats)
     victim = before[0].replica_id
     index = service.load.replica_ids.index(victim)
     pid = engine_core_pid(service.actors[index])
-    answers = []
-    caller = threading.Thread(
-        target=lambda: answers.extend(service.generate(prompts, endless(), session_id=chats))
-    )
-    caller.start()
-    eventually(lambda: service.load.snapshots()[index].in_flight)
-    os.kill(pid, signal.SIGKILL)
-    caller.join(timeout=120)
+    answers, rows, num_mine = [], [], sum(one.replica_id == victim for one in before)
+    callers = [
+        threading.Thread(
+            target=lambda: answers.extend(service.generate(prompts, endless(), session_id=chats))
+        ),
+        threading.Thread(target=sample_masked, args=(service, trained, rows)),
+    ]
+    with slowed(service, 0.01):  # whoever is hit has tokens left to sample
+        for caller in callers:
+            caller.start()
+        eventually(lambda: service.load.snapshots()[index].in_flight > num_mine)
+        os.kill(pid, signal.SIGKILL)
+        for caller in callers:
+            caller.join(timeout=120)
     assert len(answers) == CHATS
     (survivor,) = {*service.load.replica_ids} - {victim}
     assert {one.replica_id for one in answers} == {survivor}
+    assert {*rows[0]["generation", "replica_id"]} == {survivor}
+    assert_masked(trained, rows[0])
     after = service.generate(prompts, sampling(), session_id=chats)
     assert {one.replica_id for one in after} == {survivor}
     assert min(one.num_cached_tokens for one in after) == 2 * BLOCK
