@@ -73,7 +73,7 @@ def test_what_fits_when_it_has_grown_runs_and_hardly_any_is_preempted():
 def test_one_runs_even_if_it_may_not_fit():
     ours = scheduler_of(PackingScheduler, fit_kv_cache=True)
     room = ours.kv_cache_manager.block_pool.get_num_free_blocks() * BLOCK
-    assert answer(ours, "", 2, most=room * 2)[0] >= max(LENGTHS)
+    assert max(LENGTHS) <= answer(ours, "", 2, most=room * 2)[0] <= 2 * sum(LENGTHS)
 
 
 def test_it_is_left_to_vllm_unless_asked_for():

@@ -159,7 +159,7 @@ def test_every_answer_tells_its_versions(service, server, client, name, other_mo
     assert span == {"version": str(before + 1), "start": 0, "end": 4}
 
 
-def test_sessions_and_groups_reach_the_balancer(service, client, name):
+def test_sessions_and_groups_reach_the_balancer(service, server, client, name):
     balancer = service.requests.balancer
     for fields in (
         {"user": "ann"},
@@ -170,6 +170,12 @@ def test_sessions_and_groups_reach_the_balancer(service, client, name):
     known = [balancer.sessions.get(one) is not None for one in ("ann", "bob", "else")]
     assert known == [True, True, False]
     assert balancer.groups.get("six") is not None
+    for user in ("\ud800", "x" * 257):  # no name for a session, and no fault
+        body = json.dumps({"model": name, "prompt": PROMPT, "max_tokens": 1, "user": user})
+        assert ask(server, "/v1/completions", body)[0] == 200
+    long = {"X-Session-ID": "x" * 257}
+    asked = {"model": name, "prompt": PROMPT, "max_tokens": 1}
+    assert ask(server, "/v1/completions", asked, long)[0] == 400
 
 
 def test_only_who_may_is_answered(service, server, name, monkeypatch):
@@ -190,10 +196,16 @@ def test_only_who_may_is_answered(service, server, name, monkeypatch):
     assert server.host == "127.0.0.1"
     with pytest.raises(UnsupportedArgumentError, match="port"):
         service.serve(port=server.port)
-    with pytest.raises(UnsupportedArgumentError, match="api_key"):
-        service.serve(api_key="")
+    for key in ("", 1234):
+        with pytest.raises(UnsupportedArgumentError, match="api_key"):
+            service.serve(api_key=key)
     with pytest.raises(UnsupportedArgumentError, match="tool_parser"):
         service.serve(tool_parser="hermes")
+
+
+def test_nobody_s_body_is_read_without_a_key(server):
+    headers = {"Authorization": "", "Content-Length": "1000"}  # of which none comes
+    assert ask(server, "/health", headers=headers, method="GET")[0] == 200
 
 
 def test_large_bodies_are_refused(server):

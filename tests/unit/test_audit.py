@@ -254,7 +254,10 @@ def fp8(world, monkeypatch):
 def test_weights_of_fp8_are_compared_with_what_is_made_of_the_trainers(fp8, fault):
     here, checkpoint = fp8
     name, how, expected = QUANTISED[fault]
+    ((_, model),) = here.models
+    order = [name for name, _ in model.named_parameters()]  # replicas copy in it from each other
     assert here.differences(checkpoint) == []
+    assert [name for name, _ in model.named_parameters()] == order
     how(tensors_of(here, 0)[name])
     (one,) = here.differences(checkpoint)
     assert (one.name, one.num_different is None) == (expected, fault != "bias")

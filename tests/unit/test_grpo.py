@@ -211,9 +211,11 @@ def test_two_saves_are_kept_each_of_weights_that_engines_have(tmp_path):
     nothing = SimpleNamespace(save_pretrained=lambda folder: folder.mkdir())
     run = SimpleNamespace(config=config, learner=SimpleNamespace(model=nothing))
     state = SimpleNamespace(save=save)
+    tokenizer, is_late = SimpleNamespace(save_pretrained=lambda _: None), False
     for number in range(10):
-        step = SimpleNamespace(number=number, push=None if number == 3 else "a report")
-        grpo._save(run, step, SimpleNamespace(save_pretrained=lambda _: None), state)
+        step = SimpleNamespace(number=number, push=None if number in (3, 4) else "a report")
+        is_late = grpo._save(run, step, tokenizer, state, is_late=is_late)
+        assert is_late is (number in (3, 4))
         if number == 5:
             assert names(tmp_path / grpo.RUN) == ["step-00000002", "step-00000006"]
     assert names(tmp_path / grpo.RUN) == ["step-00000008", "step-00000010"]

@@ -16,6 +16,7 @@ from tests.fakes.weights import Answered, Replicas, Transport
 from torchrl_vllm_sync import AutoTransport, ParamMeta, ReplicaState
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import (
+    NonFiniteWeightsError,
     PushUnderWayError,
     StaleVersionError,
     SyncError,
@@ -310,6 +311,13 @@ def test_weights_that_do_not_fit_are_not_sent_and_use_no_number(pusher, transpor
     for weights in ({}, {"w": torch.ones(3)}, {"v": torch.ones(2)}):
         with pytest.raises(WeightMismatchError):
             push(pusher, weights=weights)
+    assert transport.sent == []
+    assert push(pusher).version == 1
+
+
+def test_nan_is_not_sent_by_a_transport_that_does_not_look_and_uses_no_number(pusher, transport):
+    with pytest.raises(NonFiniteWeightsError):
+        push(pusher, weights={"w": torch.tensor([1.0, torch.nan])})
     assert transport.sent == []
     assert push(pusher).version == 1
 

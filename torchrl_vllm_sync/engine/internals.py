@@ -169,12 +169,17 @@ def unpack(outputs: Sequence[EngineCoreOutput], samples: Mapping[str, Any]) -> N
             )
 
 
+def _encode_anew(self: MsgpackEncoder, obj: Any, buf: bytearray) -> Sequence[Any]:
+    del buf
+    return self.encode(obj)
+
+
 def leave_sent_buffers_alone() -> None:
     """In an engine core whose vLLM may write to a message that is being sent, has it not do so."""
     # Of messages of several parts, as packed outputs are, vLLM 0.26 waits until the last part is
     # sent, and writes the next message over the first (vllm-project/vllm, issue 24655).
     if "_send_msg_tracking_payload" not in vars(EngineCoreProc):
-        MsgpackEncoder.encode_into = lambda encoder, obj, _: encoder.encode(obj)
+        MsgpackEncoder.encode_into = _encode_anew
 
 
 class _Own(_Base):
@@ -220,7 +225,8 @@ class _Own(_Base):
         grown = shares * steps - (1 - shares) * lengths
         spread = shares * (1 - shares) * (lengths + steps) ** 2
         blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        free = blocks * self.block_size - grown[:-1].sum(0)
+        unread = sum(max(0, one.num_tokens - one.num_computed_tokens) for one in self.running)
+        free = blocks * self.block_size - unread - grown[:-1].sum(0)
         each = np.maximum(first.num_tokens + self.block_size + grown[-1], 1.0)
         spread = spread[:-1].sum(0) + np.maximum(0.0, free / each) * spread[-1]
         free -= DEVIATIONS * np.sqrt(spread)
@@ -231,9 +237,9 @@ class _Own(_Base):
         return super()._preempt_request(*args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        at, status = request.num_output_tokens, request.status
-        self._ended[at] += status is RequestStatus.FINISHED_STOPPED
-        self._capped[at] += status is RequestStatus.FINISHED_LENGTH_CAPPED
+        if self._fits:  # what stops at a text, or is given up, is said to be aborted
+            has_ended = request.status is RequestStatus.FINISHED_STOPPED
+            (self._ended if has_ended else self._capped)[request.num_output_tokens] += 1
         return super()._free_request(request, *args, **kwargs)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:

@@ -226,7 +226,9 @@ def unquantised(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 bare.weight_loader = layerwise._get_original_loader(bare)  # the other one buffers
                 found[storage_key(bare)] = f"{prefix}.weight"
         if others := [name for name, one in model.named_parameters() if one.itemsize == 1]:
-            raise PlanNotPossibleError(f"{first_few(others)} are quantised otherwise than to fp8")
+            raise PlanNotPossibleError(
+                f"{first_few(others)} are quantised otherwise than to fp8 with a scale a layer"
+            )
         yield found
 
 
@@ -284,6 +286,9 @@ def _restored(model: torch.nn.Module) -> Iterator[list[str]]:
                     changed.append(f"{prefix}.{name}".removeprefix("."))
                     table.pop(name, None)
                     table |= {name: then} if name in before else {}
+            if table.keys() == before.keys() and [*table] != [*before]:
+                for name in before:  # replicas copy from each other in this order
+                    table[name] = table.pop(name)
         for name, tensor, data in contents:
             if tensor.dtype != data.dtype or not tensor.is_set_to(data):
                 changed.append(name)

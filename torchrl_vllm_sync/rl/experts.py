@@ -39,7 +39,12 @@ def replay_routed_experts(model: torch.nn.Module, experts: torch.Tensor) -> Iter
     """
     core: Any = base_model(unwrap(model))
     routers, config = _routers(model, core), core.config.get_text_config()
-    if [*experts.shape[2:]] != (shape := [config.num_hidden_layers, config.num_experts_per_tok]):
+    if not isinstance(top_k := getattr(config, "num_experts_per_tok", None), int):
+        told = f"{type(config).__name__} has no num_experts_per_tok"
+        raise UnsupportedArgumentError(
+            f"cannot replay the experts of {type(core).__name__}: {told}"
+        )
+    if [*experts.shape[2:]] != (shape := [config.num_hidden_layers, top_k]):
         told = f"has shape {[*experts.shape]}, the model layers and experts a token {shape}"
         raise InvalidPromptError(f"{ROUTED_EXPERTS!r} {told}")
     flat, highest = experts.flatten(0, 1).long(), int(experts.amax())

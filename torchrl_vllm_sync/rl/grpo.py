@@ -392,25 +392,34 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         state = RunState(run.learner.model, run.learner.optimizer, **parts)
         if begun is not None:
             bar.update(state.load(begun, audit=False))  # not every engine can be audited
+        is_late = False
         for step in run:
             # Whoever evaluates beside training does so here: the service has what was pushed.
             said = log(step.rows, step.number, version=step.version, training=step.figures)
             found.append({**said, "version": step.version})
             bar.set_postfix_str(f"reward {said['rollout/reward']:.3f}", refresh=False)
-            _save(run, step, tokenizer, state)
+            is_late = _save(run, step, tokenizer, state, is_late=is_late)
             bar.update()
     return found
 
 
-def _save(run: GRPORun, step: GRPOStep, tokenizer: Any, state: RunState) -> None:
-    """Saves the trainer's weights where it is time, and the run if engines have these weights."""
+def _save(
+    run: GRPORun, step: GRPOStep, tokenizer: Any, state: RunState, *, is_late: bool = False
+) -> bool:
+    """Saves the trainer's weights where it is time, and the run; returns whether that is late.
+
+    It waits for the next push, after which engines have the trainer's weights.
+    """
     logging, done, last = run.config.logging, step.number + 1, run.config.num_batches
     is_due = done == last or done % (logging.checkpoint_frequency or last) == 0
-    if logging.checkpoint_dir is not None and is_due:
-        root = Path(logging.checkpoint_dir)
-        for one in (run.learner.model, tokenizer):
-            one.save_pretrained(root / f"step-{done}")
-        if step.push is not None:
-            state.save(root / RUN, step=done)
-            for old in sorted((root / RUN).glob(f"{SAVED}*"))[:-2]:
-                remove_folder(old)
+    if logging.checkpoint_dir is None or not (is_due or is_late):
+        return False
+    root = Path(logging.checkpoint_dir)
+    for one in (run.learner.model, tokenizer) if is_due else ():
+        one.save_pretrained(root / f"step-{done}")
+    if step.push is None:
+        return True
+    state.save(root / RUN, step=done)
+    for old in sorted((root / RUN).glob(f"{SAVED}*"))[:-2]:
+        remove_folder(old)
+    return False

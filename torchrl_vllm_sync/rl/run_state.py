@@ -289,7 +289,8 @@ def newest_save(root: Path) -> tuple[Path, dict[str, Any]]:
     folder = max(saves, key=_step_of)
     try:
         about = json.loads((folder / ABOUT).read_text())
-        files, _, _ = dict(about["files"]), int(about["step"]), dict(about["settings"])
+        files, _ = dict(about["files"]), int(about["step"])
+        about["settings"] = dict(about.get("settings", {}))  # earlier saves have none
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{ABOUT} is not what a save has: {error!r}"
         raise RunStateError(str(folder), reason) from error

@@ -557,8 +557,23 @@ class _Scores(torch.autograd.Function):
 
 
 def _contexts_of_layers() -> tuple[Any, Any]:
-    """Of a layer that is checkpointed: of its call, which is within a pass, and of the next."""
-    return nullcontext(), _REPLAY.get()()
+    """Of a layer that is checkpointed: of its call, which is within a pass, and of all others."""
+    return nullcontext(), _EachTime(_REPLAY.get())
+
+
+class _EachTime:
+    """A context that is made anew whenever it is entered, as for each backward of one graph."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self._entered.append(self._make())
+        return self._entered[-1].__enter__()
+
+    def __exit__(self, *error: object) -> Any:
+        return self._entered.pop().__exit__(*error)
 
 
 def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any]:

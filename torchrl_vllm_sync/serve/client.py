@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _INFRA = {"/health", "/version", "/tokenize", "/detokenize", "/v1/models"}
 PATHS = _INFRA | {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
 _OF_PROMPT = ("prompt_token_ids", "prompt", "cache_salt")
-_REFUSED = ("lora_request", "priority", "data_parallel_rank", "kv_hints")
+_REFUSED = ("lora_request", "priority", "kv_hints")
+MAX_KEY = 256  # characters of a session's or a group's name
 # Of one HTTP request: its group, and the policy versions that have answered it so far.
 ASKED: ContextVar[tuple[str | None, set[int]]] = ContextVar("ASKED")
 
@@ -39,13 +40,18 @@ class ServiceClient:
         self, prompt: Any, params: Any, _: str, *, session_id: str | None = None, **more: Any
     ) -> AsyncGenerator[Any]:
         """Yields outputs as an engine does; what a replica loses is gone on with by another."""
-        if prompt.get("type") != "token" or any(more.get(name) for name in _REFUSED):
+        is_other = prompt.get("type") != "token" or more.get("data_parallel_rank") is not None
+        if is_other or any(more.get(name) for name in _REFUSED):
             told = "text and token ids alone are supported, without adapters, priorities and hints"
             raise NotImplementedError(told)
-        config = self.vllm_config
+        if params.structured_outputs and more.get("reasoning_ended"):
+            raise NotImplementedError("structured output needs reasoning to be parsed here")
+        config, (group_id, versions) = self.vllm_config, ASKED.get()
+        if too_long := [one for one in (session_id, group_id) if one and len(one) > MAX_KEY]:
+            told = f"must have at most {MAX_KEY} characters, got {len(too_long[0])}"
+            raise ValueError(f"names of sessions and groups {told}")
         other = config.speculative_config, config.structured_outputs_config
         params.verify(self.model_config, *other, self.input_processor.tokenizer)
-        group_id, versions = ASKED.get()
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
         stream = self._service.astream(one, params, session_id=session_id, group_id=group_id)
         try:
@@ -54,7 +60,9 @@ class ServiceClient:
                     versions.update(one.version for some in output.version_spans for one in some)
                     yield output
         except errors.SyncError as error:
-            raise _as_http(error) from error
+            if (other := _as_http(error)) is error:
+                raise
+            raise other from error
 
     def check_admission(self, *_: Any) -> None: ...  # the service queues
 

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -19,7 +20,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.serve.client import ASKED, make_app
+from torchrl_vllm_sync.serve.client import ASKED, MAX_KEY, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,8 +47,8 @@ class OpenAIServer:
     def __init__(
         self, service: Any, host: str, port: int, api_key: str | None, options: Mapping[str, Any]
     ) -> None:
-        key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
-        if key is not None and not (key and key.isascii()):
+        key: Any = (os.environ.get("VLLM_API_KEY") or None) if api_key is None else api_key
+        if key is not None and not (isinstance(key, str) and key and key.isascii()):
             raise UnsupportedArgumentError("api_key must be text of ASCII characters")
         with ThreadPoolExecutor(1) as pool:  # as a notebook's thread has a loop of its own
             app: Any = pool.submit(asyncio.run, make_app(service, key, options)).result()
@@ -109,7 +110,8 @@ class Gate:
         if not (is_open or secrets.compare_digest(given, self._bearer)):
             await _refusal(401, "the API key is wrong or missing")(scope, receive, send)
             return
-        size, body, has_more = int(headers.get("content-length", 0)), bytearray(), True
+        size, body = int(headers.get("content-length", 0)), bytearray()
+        has_more = scope["path"] != "/health"  # which anybody may ask, and which reads none
         while has_more and size <= MAX_BODY_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -121,7 +123,10 @@ class Gate:
             await _refusal(413, told)(scope, receive, send)
             return
         if "x-session-id" not in headers and (user := _user(body)):
-            scope = {**scope, "headers": [*scope["headers"], (b"x-session-id", user.encode())]}
+            scope = {
+                **scope,
+                "headers": [*scope["headers"], (b"x-session-id", user.encode(errors="replace"))],
+            }
         whole = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
         versions = set[int]()
         ASKED.set((headers.get("x-group-id"), versions))
@@ -139,10 +144,11 @@ def _refusal(code: int, told: str) -> JSONResponse:
 
 def _user(body: bytearray) -> str:
     """OpenAI's field for the end user, which vLLM reads and does nothing with."""
-    if b'"user"' in body:
+    if re.search(rb'"user"\s*:', body):
         with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
             asked = json.loads(body)
-            if isinstance(asked, dict) and isinstance(user := asked.get("user"), str):
+            user = asked.get("user") if isinstance(asked, dict) else None
+            if isinstance(user, str) and len(user) <= MAX_KEY:
                 return user
     return ""
 

@@ -23,6 +23,7 @@ from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
 from torchrl_vllm_sync.weights.push import HOLD_BACK_TIMEOUT_S
+from torchrl_vllm_sync.weights.transport import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -218,8 +219,11 @@ class Fleet:
                     return
                 # Before anybody asks it, or it would say that it serves, as it did all the while.
                 newest, run_id = self._newest([replica_id])
-                self._call([member], "hold_back", newest, run_id, True, limit_s=HOLD_BACK_TIMEOUT_S)
+                told = newest, run_id, True
+                answers = self._call([member], "hold_back", *told, limit_s=HOLD_BACK_TIMEOUT_S)
                 self._put([member])
+                for failure in answers.failures.values():  # it is restarted, as one that died
+                    self._load.mark(replica_id, ReplicaState.FAILED, reason_of(failure))
                 self._replicas.note_left_behind(newest, [replica_id])
         except BaseException as error:  # an interrupt from the keyboard, too
             why = str(error) or type(error).__name__

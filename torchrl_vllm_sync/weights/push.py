@@ -28,6 +28,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
+from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
@@ -508,6 +509,8 @@ class WeightPusher:
                 push = Push(source, chosen, limit_s, mode, clear_cache, confirm)
                 start = time.perf_counter()
                 try:
+                    if not isinstance(self.transport, P2PTransport):  # which does, as it writes
+                        confirm()
                     reports = deliver(transport, self._members, push)
                 except NonFiniteWeightsError:  # nobody knows of this version
                     ledger.attempted = attempted
