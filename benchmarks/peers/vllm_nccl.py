@@ -214,7 +214,6 @@ class VLLMNCCLTransport:
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Broadcasts one version, also to replicas that hold it already."""
-        push.confirm()
         begin, times, source = time.perf_counter(), push.times, push.source
         deadline = time.monotonic() + push.timeout_s
         for name, tensor in views_of(source) or ():
