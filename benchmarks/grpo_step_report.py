@@ -17,6 +17,7 @@ SYSTEMS = {
     "bound": "the two models alone",
     "ours, one step off": "this library, one step off",
     "ours, four steps off": "this library, up to four steps off",
+    "ours, discarding": "this library, one step off, discarding",
     "ours, checked": "this library, everything checked",
     "ours": "this library",
     "torchrl-classes": "TorchRL's classes",

@@ -110,7 +110,6 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
     from vllm import SamplingParams
 
     learner, num = Learner(arguments.checkpoint, Clock()), arguments.rows
-    size = Case("", num, 0, group=1)
     seeds = range(num) if arguments.model is None else [None] * num
     params = [SamplingParams(**arguments.sampling | {"seed": one}) for one in seeds]
     cache = arguments.holds * arguments.tokens // BLOCK_TOKENS
@@ -120,7 +119,7 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
         options["additional_config"] = {"fit_kv_cache": system == "ours"}
         with start(arguments.checkpoint, actor_class=counted_actor(), **options) as service:
             task = Task(({"query": [ask(at)]} for at in range(num)), {})
-            prompts = Bench(service, learner, size, task).asked()
+            prompts = Bench(service, learner, Case("", num, 0, group=1), task).asked()
             asyncio.run(answered(service, prompts[: 2 * arguments.holds], params, len(prompts)))
             for load in loads[1:3] if arguments.smoke else loads:
                 before, begin = counts(service), time.perf_counter()
