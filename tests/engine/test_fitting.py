@@ -1,6 +1,7 @@
 """Requests in flight and the KV cache, by vLLM's scheduler without a model."""
 
 import numpy as np
+import pytest
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
@@ -14,6 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.routing_sim.engine import _config
 from torchrl_vllm_sync.engine.internals import PackingScheduler
 
+pytestmark = pytest.mark.slow
 BLOCK, PROMPT, END, MOST, HELD = 16, 32, 2, 512, 40
 # As chat models answer: most are short, and some ten times as long.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 400).clip(8, MOST).astype(int).tolist()

@@ -254,6 +254,7 @@ def test_deliver_to_hands_on_each_output_while_vllm_works_on_its_step(inside):
     assert queued is None
 
 
+@pytest.mark.slow
 def test_settle_outputs_takes_up_all_that_was_sent(inside):
     """The labels of vLLM, which the engine core puts on, are the witness."""
 

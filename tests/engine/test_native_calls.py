@@ -386,6 +386,7 @@ def test_a_client_that_dies_half_way_leaves_replicas_stale_until_a_push(service,
     assert_holds(service, model)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_slow_is_waited_for(service, trainer, model):
     """Calls under way do not count, and each call begins the wait anew."""
     trainer.meet()
