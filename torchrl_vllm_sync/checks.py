@@ -114,6 +114,12 @@ class Deadline:
         self.at = min(self.at, self._clock() + timeout_s)
 
 
+def url_of(host: str, port: int) -> str:
+    """Address of a server that listens there, as it is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 T = TypeVar("T")
 
 

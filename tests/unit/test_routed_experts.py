@@ -272,11 +272,16 @@ def routed(model, top):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
-def test_models_whose_routers_do_not_choose_so_are_refused_by_name(model):
+def test_models_whose_routers_do_not_choose_so_are_refused_by_name(model, monkeypatch):
     with pytest.raises(UnsupportedArgumentError, match="layer 0 made 0 choices"):
         routed(made("phimoe", num_experts_per_tok=2), 2)
     with pytest.raises(UnsupportedArgumentError, match=r"LlamaForCausalLM: .*no router"):
         routed(made("llama"), 3)
+    with monkeypatch.context() as patch:  # as Gemma 4 calls it otherwise
+        other = type("Other", (), {"num_hidden_layers": LAYERS})
+        patch.setattr(type(model.config), "get_text_config", lambda _: other())
+        with pytest.raises(UnsupportedArgumentError, match="Other has no num_experts_per_tok"):
+            routed(model, TOP)
     with pytest.raises(UnsupportedArgumentError, match="Qwen3MoeForCausalLM: compiled"):
         routed(torch.compile(model), TOP)
     model.model.layers[2].compile()

@@ -362,6 +362,13 @@ def test_other_settings_are_refused_by_key(tmp_path):
     with pytest.raises(RunStateError, match=r"settings: lr is 0.1, and here 0.2"):
         RunState(model, settings={"lr": 0.2, "epochs": 1}).load(tmp_path)
     assert RunState(model, settings={"lr": 0.1, "epochs": 1}).load(tmp_path) == 0
+    path = tmp_path / "step-00000000" / "run.json"
+    about = json.loads(path.read_text())
+    del about["settings"]  # as it was saved before there were any
+    path.write_text(json.dumps(about))
+    assert RunState(model).load(tmp_path) == 0
+    with pytest.raises(RunStateError, match=r"settings: lr is None, and here 0.2"):
+        RunState(model, settings={"lr": 0.2}).load(tmp_path)
 
 
 def test_a_part_that_cannot_be_loaded_leaves_all_as_it_was(tmp_path):

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, url_of
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.status import ServiceStatus, finite
 
@@ -111,8 +111,7 @@ class Dashboard:
     @property
     def url(self) -> str:
         """Address of the page, as it is reached from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}/" if ":" in host else f"http://{host}:{self.port}/"
+        return f"{url_of(self.host, self.port)}/"
 
     @property
     def is_open(self) -> bool:

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 
+from torchrl_vllm_sync.checks import url_of
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.serve.client import ASKED, MAX_KEY, make_app
 
@@ -76,8 +77,7 @@ class OpenAIServer:
     @property
     def url(self) -> str:
         """Address of the server, as it is reached from this machine, without a path."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def is_open(self) -> bool:
