@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -154,38 +153,15 @@ def chunk_of(tensor: torch.Tensor, index: int) -> bytes:
 # ---- Before a push
 
 
-class FiniteCheck:
-    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them.
-
-    GPUs work from when it is made until :meth:`end`, beside whatever else is asked of them.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        named = ((name, local(one)) for name, one in tensors_of(source))
-        self._tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
-        self._streams = [
-            torch.cuda.Stream(device)
-            for device in {one.device for one in self._tensors.values() if one.is_cuda}
-        ]
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with self._beside():
-            # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
-            self._sums = [one.sum(dtype=torch.float32) for one in self._tensors.values()]
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for one in self._streams:
-                stack.enter_context(torch.cuda.stream(one))
-            yield
-
-    def end(self) -> None:
-        with self._beside():
-            sums = zip(self._tensors.items(), _numbers(self._sums), strict=True)
-            doubtful = [(name, one) for (name, one), total in sums if not math.isfinite(total)]
-            if bad := [name for name, one in doubtful if not one.isfinite().all()]:
-                raise NonFiniteWeightsError(bad)
+def check_finite(source: WeightSource) -> None:
+    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them."""
+    named = ((name, local(one)) for name, one in tensors_of(source))
+    tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
+    # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
+    sums = _numbers([one.sum(dtype=torch.float32) for one in tensors.values()])
+    doubtful = [name for name, one in zip(tensors, sums, strict=True) if not math.isfinite(one)]
+    if bad := [name for name in doubtful if not tensors[name].isfinite().all()]:
+        raise NonFiniteWeightsError(bad)
 
 
 # ---- What is compared

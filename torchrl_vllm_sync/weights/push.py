@@ -26,7 +26,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
-from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
+from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, check_finite
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
@@ -352,9 +352,9 @@ class WeightPusher:
         """Excludes pushes of other trainers, in whatever process, or is refused by one.
 
         All trainers ask the same replica first, so that one of two that begin at once goes on, and
-        then the others, in case that one dies. Yields what waits for their answers and returns
-        whether the push before was this trainer's too; else the ledger is not current. ``ending``
-        waits for those told of the end.
+        then the others, in case that one dies. Yields what has to be called: it waits for their
+        answers, and returns whether the push before was this trainer's too; else the ledger is not
+        current. ``ending`` waits for those told of the end.
         """
         members, push_id = self._members, (self._sender, next(self._numbers))
         members.look()
@@ -369,9 +369,7 @@ class WeightPusher:
             for answer in answers:
                 if isinstance(answer, PushUnderWayError):
                     raise answer
-            is_ours = all(one is not False for one in answers)
-            self._ledger.is_current &= is_ours
-            return is_ours
+            return all(one is not False for one in answers)
 
         def give_signs() -> None:
             with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
@@ -382,9 +380,17 @@ class WeightPusher:
         signs.start()
         try:
             trainer = ProcessIdentity.current()
-            is_same = granted(call(replicas[:1], "begin_push", trainer))
-            others = call(replicas[1:], "begin_push", trainer)
-            yield lambda: granted(others) and is_same
+            asked = call(replicas[:1], "begin_push", trainer)
+            # Not current until they have answered that nobody else pushed.
+            was_current, self._ledger.is_current = self._ledger.is_current, False
+
+            def was_ours() -> bool:
+                is_same = granted(asked)
+                is_same &= granted(call(replicas[1:], "begin_push", trainer))
+                self._ledger.is_current = was_current and is_same
+                return is_same
+
+            yield was_ours
         finally:
             ended.set()
             signs.join()
@@ -472,18 +478,26 @@ class WeightPusher:
         times, transport, ledger = PhaseTimes(), self._transport, self._ledger
         strict = self._strict if options.strict is None else options.strict
         mode, clear_cache = options.mode, options.clear_cache
+
+        @functools.cache
+        def confirm() -> Content:
+            if not options.allow_nonfinite:
+                check_finite(source)
+            return Content(given)
+
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
                 self._client.refresh_members()
+                was_ours = stack.enter_context(self._turn(ending))  # answered meanwhile
                 source = fit_to_model(given, self._expected())
-                check = None if options.allow_nonfinite else FiniteCheck(source)
-                was_ours = stack.enter_context(self._turn(ending))
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
                     raise StaleVersionError(
                         f"version {version} was pushed already, and what is pushed now cannot be "
                         f"called the same: {problem}; give other weights a version of their own"
                     )
+                if not isinstance(self.transport, P2PTransport):  # which does, as it writes
+                    confirm()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
                 self._open(source)
@@ -491,12 +505,6 @@ class WeightPusher:
                 if options.audit:
                     self._auditor.plan(joined, metadata, FIRST_TIMEOUT_S)
                 self._take_stock()
-
-            @functools.cache
-            def confirm() -> Content:
-                if check is not None:
-                    check.end()
-                return Content(given)
 
             num_bytes = sum(meta.num_bytes for meta in metadata)
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
@@ -509,8 +517,6 @@ class WeightPusher:
                 push = Push(source, chosen, limit_s, mode, clear_cache, confirm)
                 start = time.perf_counter()
                 try:
-                    if not isinstance(self.transport, P2PTransport):  # which does, as it writes
-                        confirm()
                     reports = deliver(transport, self._members, push)
                 except NonFiniteWeightsError:  # nobody knows of this version
                     ledger.attempted = attempted
