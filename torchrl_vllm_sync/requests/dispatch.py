@@ -60,41 +60,22 @@ RECOVERY_POLL_S = 0.5
 # `n` (samples that have ended would be sampled again), `prompt_logprob_token_ids` and
 # `prompt_logprob_start` (rows of the prompt), `trace_decode_token_ids` (counted from the first).
 _SOUND_SETTINGS = frozenset(
-    {
+    (
         # Applied to each distribution by itself.
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "logit_bias",
-        "allowed_token_ids",
+        *("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
         # Counts prompt and answer alike: apply_penalties in vllm/model_executor/layers/utils.py.
         "repetition_penalty",
         # Reduced by what was received.
-        "max_tokens",
-        "min_tokens",
+        *("max_tokens", "min_tokens"),
         # Looked for in the newest token alone, or in the text, which begins where it ended.
-        "stop_token_ids",
-        "ignore_eos",
-        "stop",
-        "include_stop_str_in_output",
+        *("stop_token_ids", "ignore_eos", "stop", "include_stop_str_in_output"),
         # Of what is reported, not of what is sampled.
-        "logprobs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "flat_logprobs",
-        "detokenize",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "output_kind",
-        "stream_interval",
-        "skip_clone",
-        "skip_reading_prefix_cache",
+        *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "detokenize"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+        *("stream_interval", "skip_clone", "skip_reading_prefix_cache"),
         # Set by vLLM itself, from those above and from the model.
-        "output_text_buffer_length",
-        "_eos_token_id",
-        "_all_stop_token_ids",
-    }
+        *("output_text_buffer_length", "_eos_token_id", "_all_stop_token_ids"),
+    )
 )
 # Entries of a prompt that say the same of one that is longer. Placeholders of images or sound would
 # also be looked for among the tokens of the answer.

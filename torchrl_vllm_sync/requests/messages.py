@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -178,11 +178,6 @@ _INTEGERS = [(name, np.iinfo(name)) for name in ("<u1", "<i1", "<u2", "<i4", "<i
 class Column:
     """One value for each of many rows; ``column[at]`` makes one again, equal in value and type."""
 
-    num_rows: int
-
-    def __len__(self) -> int:
-        return self.num_rows
-
     def __getitem__(self, at: int) -> Any:
         raise NotImplementedError
 
@@ -195,11 +190,11 @@ class Column:
         return np.asarray(numbers) if numbers else np.empty(0, np.int64)
 
 
+@dataclass(eq=False)
 class _Plain(Column):
     """Values that have no other form."""
 
-    def __init__(self, values: list[Any]) -> None:
-        self.values, self.num_rows = values, len(values)
+    values: list[Any]
 
     def __getitem__(self, at: int) -> Any:
         value = self.values[at]
@@ -208,9 +203,9 @@ class _Plain(Column):
         return value.copy() if is_view else value
 
 
+@dataclass(eq=False)
 class _Same(Column):
-    def __init__(self, value: Any, num_rows: int) -> None:
-        self.value, self.num_rows = value, num_rows
+    value: Any
 
     def __getitem__(self, at: int) -> Any:
         return self.value
@@ -220,7 +215,7 @@ class _Numbers(Column):
     """Plain integers or floats. Bytes, as Ray would keep an array's store entry alive."""
 
     def __init__(self, numbers: np.ndarray) -> None:
-        self.dtype, self.data, self.num_rows = numbers.dtype.str, numbers.tobytes(), len(numbers)
+        self.dtype, self.data = numbers.dtype.str, numbers.tobytes()
 
     @cached_property
     def all(self) -> np.ndarray:
@@ -241,13 +236,13 @@ class _Lists(Column):
     """Lists, or tuples, named ones too, as one column of all their items."""
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
-        self.kind, self.num_rows = kind, len(values)
-        self.lengths = pack([len(one) for one in values])
-        self.items = pack(list(chain.from_iterable(values)))
+        self.kind, self.items = kind, pack(list(chain.from_iterable(values)))
+        self.lengths = _pack_numbers([len(one) for one in values], int)
 
     @cached_property
     def _ends(self) -> list[int]:
-        return [*accumulate(self.lengths.between(0, len(self)), initial=0)]
+        assert isinstance(self.lengths, _Numbers), "lengths are no larger than int64"
+        return [0, *self.lengths.all.cumsum().tolist()]
 
     def bounds(self, at: int) -> tuple[int, int]:
         """Where the items of a row begin and end."""
@@ -267,7 +262,7 @@ class _Records(Column):
     """Objects of one class, each nothing but its attributes."""
 
     def __init__(self, kind: type, rows: list[dict[str, Any]]) -> None:
-        self.kind, self.num_rows = kind, len(rows)
+        self.kind = kind
         self.fields = {name: pack([row[name] for row in rows]) for name in rows[0]}
 
     def __getitem__(self, at: int) -> Any:
@@ -306,7 +301,7 @@ def pack(values: list[Any]) -> Column:
     kinds = set(map(type, values))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind in (type(None), bool, str) and len(set(map(id, values))) == 1:
-        return _Same(values[0], len(values))
+        return _Same(values[0])
     if kind is int or kind is float:
         return _pack_numbers(values, kind)
     if kind is list or kind is tuple or kind is VersionSpan:
@@ -347,14 +342,14 @@ class PackedResults:
 
     def __init__(self, results: Sequence[EngineResult], *, want_prompt: bool) -> None:
         hidden = {} if want_prompt else dict.fromkeys(("prompt", "prompt_token_ids"))
-        outputs = [one.output for one in results if one.output is not None]
+        self._num, outputs = len(results), [one.output for one in results if one.output is not None]
         rows = [vars(one) | hidden for one in outputs]  # one engine's have the same attributes
         self._outputs = _Records(type(outputs[0]), rows) if rows else None
         self._results = _Records(EngineResult, [vars(one) | {"output": None} for one in results])
 
     def __iter__(self) -> Iterator[EngineResult]:
         made, errors = 0, self._results.fields["error"]
-        for at in range(len(self._results)):
+        for at in range(self._num):
             if self._outputs is not None and errors[at] is None:
                 yield self._results.make(at, output=OutputRow(self._outputs, made))
                 made += 1
