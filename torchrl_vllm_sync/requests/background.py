@@ -72,20 +72,14 @@ def iterate_blocking(stream: AsyncIterator[_Result]) -> Iterator[_Result]:
                 return
             yield item
     finally:
-        _close_blocking(stream)
-
-
-def _close_blocking(stream: AsyncIterator[object]) -> None:
-    """Closes ``stream``, and waits for that, but not for ever."""
-    # Iterators are also dropped by the garbage collector, in whatever thread it runs, and at the
-    # end of the process, when the background loop no longer runs.
-    if sys.is_finalizing():
-        return
-    closing = asyncio.run_coroutine_threadsafe(_close(stream), loop := _loop())
-    if asyncio._get_running_loop() is not loop:
-        wait([closing], timeout=CLEAN_UP_TIMEOUT_S)
-        if closing.done():
-            closing.result()
+        # Iterators are also dropped by the garbage collector, in whatever thread it runs, and at
+        # the end of the process, when the background loop no longer runs.
+        if not sys.is_finalizing():
+            closing = start(_close(stream))
+            if asyncio._get_running_loop() is not _loop():
+                wait([closing], timeout=CLEAN_UP_TIMEOUT_S)
+                if closing.done():
+                    closing.result()
 
 
 async def _close(stream: AsyncIterator[object]) -> None:

@@ -15,15 +15,9 @@ from torchrl_vllm_sync.errors import InvalidPromptError
 
 # Keys of vLLM's TokensPrompt; all but the first two travel with the ids unread.
 _KNOWN_KEYS = (
-    "prompt",
-    "prompt_token_ids",
-    "multi_modal_data",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "multi_modal_uuids",
-    "cache_salt",
-    "token_type_ids",
-    "prompt_token_offsets",
+    *("prompt", "prompt_token_ids"),
+    *("multi_modal_data", "media_io_kwargs", "mm_processor_kwargs", "multi_modal_uuids"),
+    *("cache_salt", "token_type_ids", "prompt_token_offsets"),
 )
 
 # Engines keep ids in 32 bits. One that started without a tokenizer checks no id, and an id outside
