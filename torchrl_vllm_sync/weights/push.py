@@ -26,7 +26,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
-from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, check_finite
+from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
@@ -479,23 +479,25 @@ class WeightPusher:
         strict = self._strict if options.strict is None else options.strict
         mode, clear_cache = options.mode, options.clear_cache
 
-        @functools.cache
-        def confirm() -> Content:
-            if not options.allow_nonfinite:
-                check_finite(source)
-            return Content(given)
-
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
                 self._client.refresh_members()
                 was_ours = stack.enter_context(self._turn(ending))  # answered meanwhile
                 source = fit_to_model(given, self._expected())
+                check = None if options.allow_nonfinite else FiniteCheck(source)
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
                     raise StaleVersionError(
                         f"version {version} was pushed already, and what is pushed now cannot be "
                         f"called the same: {problem}; give other weights a version of their own"
                     )
+
+                @functools.cache
+                def confirm() -> Content:
+                    if check is not None:
+                        check.end()
+                    return Content(given)
+
                 if not isinstance(self.transport, P2PTransport):  # which does, as it writes
                     confirm()
                 if not was_ours():  # another may have pushed since, or holds a replica

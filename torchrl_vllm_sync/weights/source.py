@@ -330,7 +330,7 @@ class Content:
 
     def __init__(self, source: WeightSource) -> None:
         self._is_summed = False
-        self._seen = self._see(source)
+        self._seen = self._see(source, wait=False)  # it is read once the push has ended
 
     def summed(self, source: WeightSource) -> None:
         """Notes that a retry is due, and checksums to recognise it by."""
@@ -343,10 +343,10 @@ class Content:
         if then is None or now is None:
             # A push that left replicas behind is retried whatever its source is.
             return "" if self._is_summed else "nothing is known to compare its weights with"
-        changed = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+        changed = [n for n in {**now, **then} if not _is_same(now.get(n), then.get(n))]
         return _listing("not as they were", changed)
 
-    def _see(self, source: WeightSource) -> dict[str, Any] | None:
+    def _see(self, source: WeightSource, *, wait: bool = True) -> dict[str, Any] | None:
         """Looks at the live tensors that a source reads unchanged; ``None`` if unknown."""
         owner = source.owner if isinstance(source, StableSource) else None
         if isinstance(source, MappingSource):
@@ -360,18 +360,27 @@ class Content:
         step = max(len(held) // 8, 1)
         return {
             # Fused optimizers do not count their writes, so some values of a few are read.
-            name: _glance(one, with_values=index % step == 0)
+            name: _glance(one, with_values=index % step == 0, wait=wait)
             for index, (name, one) in enumerate(held.items())
         }
 
 
-def _glance(tensor: torch.Tensor, *, with_values: bool) -> tuple[Any, ...]:
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether glances or checksums are equal; a glance ends in some values, or nothing."""
+    if not (isinstance(one, tuple) and isinstance(other, tuple)):
+        return one == other
+    both = [bytes_of(values).tobytes() for *_, values in (one, other) if values is not None]
+    return one[:-1] == other[:-1] and len(both) != 1 and len({*both}) < 2
+
+
+def _glance(tensor: torch.Tensor, *, with_values: bool, wait: bool) -> tuple[Any, ...]:
     """Identifies a tensor's memory and the writes to it."""
-    one, sample = local(tensor), b""
+    one, sample = local(tensor), None
     storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
     if with_values:
         flat = one.reshape(-1)
-        sample = bytes_of(flat[:: max(flat.numel() // 16, 1)]).tobytes()
+        some = flat[:: max(flat.numel() // 16, 1)].detach()
+        sample = some.to("cpu", non_blocking=not wait, copy=True)
     writes = None if tensor.is_inference() else tensor._version
     return storage, one.storage_offset(), one.shape, one.stride(), writes, sample
 

@@ -274,7 +274,7 @@ class P2PTransport:
             for name, of in numbers.items()
             for worker, number in zip(self._workers[name], of, strict=True)
         ]
-        whole, beside = [one.copies for one in mapped], writes.stream_beside(self._device)
+        whole = [one.copies for one in mapped]
         if shards is None:
             views, metadata = views_of(source), source.metadata()
             tensors = source if views is None else views
@@ -294,8 +294,7 @@ class P2PTransport:
                 writes.write(shards.source.shards(), [one.shards for one in mapped], self._device)
                 writes.finish(self._device)
             writes.write(shards.renamed(shards.source.rest()), whole, self._device)
-        with torch.cuda.stream(beside):
-            push.confirm()  # while the GPU writes
+        push.confirm()  # while the GPU writes
         writes.finish(self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -176,15 +176,6 @@ def write(
             one.target.copy_(part, non_blocking=True)
 
 
-def stream_beside(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream that waits for what its GPU was asked so far, and for nothing that comes later."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
-
-
 def finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
