@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict.utils import _unravel_key_to_tuple
 from torchrl._utils import logger
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as _TorchRLBuffer
@@ -23,8 +24,6 @@ from torchrl_vllm_sync.rl.rows import ATTENTION, TOKENS, Columns, Padding, joine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from tensordict import NestedKey
 
 
 # Held while any transform groups rows, so that copies need no lock of their own: buffers call it
@@ -134,7 +133,7 @@ class GroupAdvantage(MCAdvantage):
         return groups if groups and all(isinstance(one, str) for one in groups) else None
 
     def _check_rewards(self, columns: Columns) -> None:
-        key, rewards = self.rewards_key, columns.leaves.get(_path(self.rewards_key))
+        key, rewards = self.rewards_key, columns.leaves.get(_unravel_key_to_tuple(self.rewards_key))
         if not isinstance(rewards, torch.Tensor):
             raise RewardError(f"{key!r}: rows hold no tensor there")
         if rewards.numel() != columns.size or not rewards.is_floating_point():
@@ -149,7 +148,7 @@ class GroupAdvantage(MCAdvantage):
         self, columns: Columns, groups: list[Any], members: dict[Any, list[int]], num_waiting: int
     ) -> TensorDictBase | None:
         """Returns the rows of all groups that are complete, and lets the others wait."""
-        rewards = columns.leaves[_path(self.rewards_key)]
+        rewards = columns.leaves[_unravel_key_to_tuple(self.rewards_key)]
         values = rewards.reshape(-1)
         self._count_arrivals(values[num_waiting:])
         order: list[int] = []
@@ -195,10 +194,6 @@ class GroupAdvantage(MCAdvantage):
             if queue:
                 waiting = [_Row(rows, next(at)) for _ in queue]
                 self.queues[group] = deque(waiting, self.candidate_group_size)
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)  # pyright: ignore[reportReturnType]
 
 
 def _gathered(waiting: dict[Any, Iterable[_Row]]) -> tuple[list[Columns], dict[Any, list[int]]]:
