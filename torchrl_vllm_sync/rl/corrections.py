@@ -19,7 +19,7 @@ from torchrl.envs.transforms import PolicyAgeFilter, Transform
 
 from torchrl_vllm_sync.checks import check_integer, check_number, check_positive, check_version
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.rows import FULL_VERSIONS, MAX_POLICY_VERSION, NO_VERSION, POLICY_VERSION
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 
@@ -46,16 +46,16 @@ def oldest_versions(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
         return torch.stack(parts, tensordict.stack_dim)
     value = tensordict.get(key, None)
     if value is None or not shape.numel():
-        return torch.full(shape, NO_VERSION, dtype=torch.int64, device=tensordict.device)
+        return torch.full(shape, keys.NO_VERSION, dtype=torch.int64, device=tensordict.device)
     kind = getattr(value, "dtype", type(value).__name__)
     if not isinstance(value, Tensor) or value.is_floating_point() or kind is torch.bool:
         raise UnsupportedArgumentError(f"{key!r} must hold integer policy versions, got {kind}")
     if not value.numel():  # rows without a token
-        return value.new_full(shape, NO_VERSION, dtype=torch.int64)
+        return value.new_full(shape, keys.NO_VERSION, dtype=torch.int64)
     versions = value.to(torch.int64).reshape(*shape, -1)
     newest = torch.iinfo(torch.int64).max
     oldest = versions.masked_fill(versions < 0, newest).amin(-1)
-    return oldest.masked_fill(oldest == newest, NO_VERSION)
+    return oldest.masked_fill(oldest == newest, keys.NO_VERSION)
 
 
 def staleness_of(versions: Tensor, newest: Callable[[], int]) -> Tensor:
@@ -68,7 +68,7 @@ def staleness_of(versions: Tensor, newest: Callable[[], int]) -> Tensor:
 def _ages(rows: TensorDictBase, key: NestedKey, newest: Callable[[], int], refuser: str) -> Tensor:
     """Returns how many versions old each row is; one without a stamp is 0 old, or refused."""
     versions = oldest_versions(rows, key)
-    unstamped = versions == NO_VERSION
+    unstamped = versions == keys.NO_VERSION
     if refuser and unstamped.any():
         raise UnstampedRowsError(refuser, key, int(unstamped.sum()), versions.numel())
     return staleness_of(versions, newest).masked_fill(unstamped, 0)
@@ -122,7 +122,7 @@ class StalenessFilter(PolicyAgeFilter):
         max_staleness: int,
         version: VersionLike,
         *,
-        version_key: NestedKey = POLICY_VERSION,
+        version_key: NestedKey = keys.POLICY_VERSION,
         allow_unstamped: bool = False,
     ) -> None:
         check_integer("max_staleness", max_staleness, 0)
@@ -205,7 +205,7 @@ class StalenessWeight(Transform):
         half_life: float | None = None,
         max_staleness: int | None = None,
         multiply: NestedKey | None = None,
-        version_key: NestedKey = POLICY_VERSION,
+        version_key: NestedKey = keys.POLICY_VERSION,
     ) -> None:
         if half_life is None and max_staleness is None:
             raise UnsupportedArgumentError("half_life or max_staleness must be given")
@@ -317,18 +317,16 @@ class VersionStamp(PolicyVersion):
         """Stamps the step's rows; at a reset there is no ``tensordict``."""
         next_tensordict = super()._step(tensordict, next_tensordict)
         # A reset leaves a stamp in the root too: only the wrapper leaves a newest version as well.
-        if tensordict is None or tensordict.get(MAX_POLICY_VERSION, None) is None:
+        if tensordict is None or tensordict.get(keys.MAX_POLICY_VERSION, None) is None:
             return next_tensordict
-        sampled = oldest_versions(tensordict, POLICY_VERSION)
-        today: Any = next_tensordict.get(POLICY_VERSION)
-        next_tensordict.set(POLICY_VERSION, torch.where(sampled == NO_VERSION, today, sampled))
-        return next_tensordict
+        sampled = oldest_versions(tensordict, keys.POLICY_VERSION)
+        today: Any = next_tensordict.get(keys.POLICY_VERSION)
+        stamp = torch.where(sampled == keys.NO_VERSION, today, sampled)
+        return next_tensordict.set(keys.POLICY_VERSION, stamp)
 
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 
-_ASSISTANT = ("masks", "all_assistant_mask")
-_ENGINE = ("log_probs", "full")
 _KEPT_ASIDE = "engine_log_probs"
 
 
@@ -458,7 +456,7 @@ class RolloutCorrection(Transform):
         if not tensordict.batch_size.numel():
             return tensordict
         rows = tensordict.copy()
-        engine, mask = _entry(rows, _ENGINE), _entry(rows, _ASSISTANT)
+        engine, mask = _entry(rows, keys.LOG_PROBS), _entry(rows, keys.ASSISTANT)
         policy: Any = self._policy[0]
         if policy is None:
             trainer = _entry(rows, self.log_probs_key)
@@ -471,12 +469,12 @@ class RolloutCorrection(Transform):
             raise RowLayoutError(self.log_probs_key, told)
         trainer = trainer.to(engine.dtype)
         sampled = mask.bool() & ~engine.isnan()
-        for name, values in {_ENGINE: engine, self.log_probs_key: trainer}.items():
+        for name, values in {keys.LOG_PROBS: engine, self.log_probs_key: trainer}.items():
             bad = (sampled & ~values.isfinite()).any(1).nonzero().flatten().tolist()
             if bad:
                 raise RowLayoutError(name, f"row {bad[0]} has a token without a log-probability")
         if empty := (~sampled.any(1)).nonzero().flatten().tolist():
-            raise RowLayoutError(_ENGINE, f"row {empty[0]} has no sampled token")
+            raise RowLayoutError(keys.LOG_PROBS, f"row {empty[0]} has no sampled token")
         advantage = rows.get("advantage", None)
         if not isinstance(advantage, torch.Tensor) or advantage.ndim != 3:
             raise RowLayoutError("advantage", "it must be a tensor of [B, 1, 1] or [B, T, 1]")
@@ -494,7 +492,7 @@ class RolloutCorrection(Transform):
         weights = torch.where(kept, weights.exp(), 0.0)
         parts = {"": sampled}
         if self._newest is not None:
-            is_stale = staleness_of(_entry(rows, FULL_VERSIONS), self._newest) > 0
+            is_stale = staleness_of(_entry(rows, keys.FULL_VERSIONS), self._newest) > 0
             parts |= {"noise_": sampled & ~is_stale, "stale_": sampled & is_stale}
         with COUNTING:
             for name, chosen in parts.items():
@@ -506,7 +504,7 @@ class RolloutCorrection(Transform):
             new = [float(used.sum()), float(used.square().sum()), float(len(used))]
             self._effective = [a + b for a, b in zip(self._effective, new, strict=True)]
         rows.set(_KEPT_ASIDE, engine)
-        rows.set(_ENGINE, torch.where(kept, trainer, math.nan))
+        rows.set(keys.LOG_PROBS, torch.where(kept, trainer, math.nan))
         return rows.set("advantage", advantage * weights[..., None])
 
     def summary(self) -> dict[str, float | None]:

@@ -35,6 +35,8 @@ from torchrl_vllm_sync.errors import RowLayoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tensordict import NestedKey
+
 # Entries that ``vLLMWrapper`` adds to TorchRL's, whose dtypes, shapes and meanings it documents.
 POLICY_VERSION = "policy_version"
 MAX_POLICY_VERSION = "max_policy_version"
@@ -61,8 +63,10 @@ KEPT = (TURNS, "kept")
 FORKED = (TURNS, "forked")
 
 _Key = tuple[str, ...]
-TOKENS, _PROMPT, _RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
-ATTENTION = ("masks", "all_attention_mask")
+# Entries of TorchRL's that are read here.
+TOKENS, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
+ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+LOG_PROBS = ("log_probs", "full")
 # By the end of a key: whether its columns are those of prompts, and those of responses.
 _SECTIONS = {
     "prompt": (True, False),
@@ -219,6 +223,12 @@ def _for_numpy(index: Any) -> Any:
     return copy(index.cpu().numpy() if isinstance(index, torch.Tensor) else index)
 
 
+def padded(rows: Any, key: NestedKey, value: int, side: str = "right") -> Any:
+    """An entry, ragged rows of which are padded with ``value``; ``None`` if there is none."""
+    layout = {"as_padded_tensor": True, "padding_side": side, "padding_value": value}
+    return rows.get(key, None, **layout)
+
+
 def objects(values: Sequence[Any]) -> np.ndarray:
     """A flat array of ``values``, whatever they are."""
     array = np.empty(len(values), object)
@@ -301,7 +311,7 @@ class Columns:
 
     def check(self) -> None:
         """Raises unless these are dense rows."""
-        for key in (TOKENS, _PROMPT, _RESPONSE, ATTENTION):
+        for key in (TOKENS, PROMPT, RESPONSE, ATTENTION):
             if not isinstance(self.leaves.get(key), torch.Tensor):
                 raise RowLayoutError(key, "dense rows hold a tensor there")
         if self.leaves[ATTENTION].dtype is not torch.bool:
@@ -315,9 +325,9 @@ class Columns:
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of prompts and of responses; rows of another kind have none."""
-        if any(not isinstance(self.leaves.get(key), torch.Tensor) for key in (_PROMPT, _RESPONSE)):
+        if any(not isinstance(self.leaves.get(key), torch.Tensor) for key in (PROMPT, RESPONSE)):
             return 0, 0
-        return self.leaves[_PROMPT].shape[1], self.leaves[_RESPONSE].shape[1]
+        return self.leaves[PROMPT].shape[1], self.leaves[RESPONSE].shape[1]
 
     def check_like(self, other: Columns) -> None:
         """Raises unless both have the same columns, whatever their widths."""

@@ -56,9 +56,7 @@ _DTYPES = {
     "staleness_span": torch.int64,
 }
 _UNKNOWN = {torch.int64: -1, torch.bool: False, torch.float32: math.nan}
-_ATTENTION_MASK = ("masks", "all_attention_mask")
-_SAMPLED = ("masks", "all_assistant_mask")
-_ENGINE, _TRAINER = ("log_probs", "full"), ("trainer_log_probs", "full")
+_TRAINER = ("trainer_log_probs", "full")
 _REQUIRED = (
     keys.RESPONSE_VERSIONS,
     keys.FINISH_REASON,
@@ -130,11 +128,11 @@ class GenerationStatistics(Transform):
             if _entry(tensordict, key) is None:
                 raise UnstampedRowsError(type(self).__name__, key, shape.numel(), shape.numel())
         rows = tensordict.reshape(-1)
-        versions = _padded(rows, keys.RESPONSE_VERSIONS, keys.NO_VERSION)
+        versions = keys.padded(rows, keys.RESPONSE_VERSIONS, keys.NO_VERSION)
         sampled = (versions != keys.NO_VERSION).flatten(1).sum(-1)
         prompt = torch.full_like(sampled, -1)
-        if _entry(rows, _ATTENTION_MASK) is not None:
-            prompt = _padded(rows, _ATTENTION_MASK, False).bool().flatten(1).sum(-1) - sampled
+        if _entry(rows, keys.ATTENTION) is not None:
+            prompt = keys.padded(rows, keys.ATTENTION, False).bool().flatten(1).sum(-1) - sampled
         cached, decode_time = rows.get(keys.NUM_CACHED_TOKENS), rows.get(keys.DECODE_TIME)
         is_cached = (cached != keys.UNKNOWN_COUNT) & (prompt > 0)
         is_timed = (sampled > 1) & (decode_time > 0)
@@ -211,11 +209,6 @@ def _known(values: torch.Tensor) -> torch.Tensor:
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Any:
     """Returns an entry, a ragged one as a list, or ``None`` if some row lacks it."""
     return tensordict.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
-
-
-def _padded(rows: Any, key: NestedKey, value: int) -> torch.Tensor:
-    """Returns an entry, ragged rows of which are padded with ``value``."""
-    return rows.get(key, as_padded_tensor=True, padding_value=value)
 
 
 def _texts(entry: Any, key: NestedKey = keys.FINISH_REASON) -> list[str]:
@@ -417,11 +410,11 @@ def _figures(
 
 def _mismatch(rows: TensorDictBase) -> dict[str, float]:
     """How far trainer and engine are apart on sampled tokens, where rows have what both say."""
-    entries = {key: _entry(rows, key) for key in (_SAMPLED, _ENGINE, _TRAINER)}
+    entries = {key: _entry(rows, key) for key in (keys.ASSISTANT, keys.LOG_PROBS, _TRAINER)}
     if any(entry is None for entry in entries.values()):
         return {}
     for key, entry in entries.items():
-        for at, (one, mask) in enumerate(zip(entry, entries[_SAMPLED], strict=True)):
+        for at, (one, mask) in enumerate(zip(entry, entries[keys.ASSISTANT], strict=True)):
             if one.shape != mask.shape:
                 raise RowLayoutError(key, f"row {at} has {[*one.shape]}, its mask {[*mask.shape]}")
     mask, engine, trainer = (torch.cat([*entry]) for entry in entries.values())
@@ -550,12 +543,7 @@ class RunLog:
         self._open.close()
 
     def __call__(
-        self,
-        rows: TensorDictBase,
-        step: int,
-        *,
-        version: VersionLike | None = None,
-        **figures: Any,
+        self, rows: TensorDictBase, step: int, *, version: VersionLike | None = None, **figures: Any
     ) -> dict[str, float]:
         """Logs a step.
 

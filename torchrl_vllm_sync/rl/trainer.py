@@ -21,18 +21,13 @@ from transformers import PreTrainedModel
 
 from torchrl_vllm_sync.checks import check_integer, check_number
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
-from torchrl_vllm_sync.rl.rows import NO_EXPERT, NO_TOKEN, ROUTED_EXPERTS, SAMPLING_MASK
+from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
-
-_TOKENS: NestedKey = ("tokens", "full")
-_PROMPTS: NestedKey = ("tokens", "prompt")
-_ATTENTION: NestedKey = ("masks", "all_attention_mask")
-_ASSISTANT: NestedKey = ("masks", "all_assistant_mask")
 
 # Tokens of the two rows by which a model shows whether it keeps packed ones apart.
 _PROBE = 16
@@ -138,7 +133,7 @@ class TrainerPolicy(LLMWrapperBase):
         self.replay_experts = replay_experts
         # A pass that the loss of the same rows may take: tokens, what it found, and conditions.
         self._ahead: tuple[Tensor, TokenDistribution, list[Any]] | None = None
-        self.in_keys = [_TOKENS, _ATTENTION]
+        self.in_keys = [keys.TOKENS, keys.ATTENTION]
         self.out_keys = [log_probs_key]
         if gradient_checkpointing:
             inner: Any = unwrap(model)
@@ -230,7 +225,7 @@ class TrainerPolicy(LLMWrapperBase):
         if tensordict.ndim > 1:
             return self(tensordict.reshape(-1)).view(tensordict.shape)
         dist = self._get_generic_dist(tensordict)
-        log_probs = dist.log_prob(_padded(tensordict, _TOKENS))
+        log_probs = dist.log_prob(_padded(tensordict, keys.TOKENS))
         if isinstance(tensordict, LazyStackedTensorDict):
             rows = zip(tensordict.unbind(0), log_probs, _lengths(tensordict), strict=True)
             for row, values, length in rows:
@@ -254,9 +249,9 @@ class TrainerPolicy(LLMWrapperBase):
         Raises:
             InvalidPromptError: See the class.
         """
-        self._ahead, tokens = None, _padded(rows, _TOKENS)
+        self._ahead, tokens = None, _padded(rows, keys.TOKENS)
         with torch.enable_grad():
-            dist = self.get_dist(rows, mask_key=_ASSISTANT)
+            dist = self.get_dist(rows, mask_key=keys.ASSISTANT)
             dist.kept = dist.log_prob(tokens)
         self._ahead = tokens, dist, self._conditions()
         return dist.kept.detach()
@@ -283,17 +278,17 @@ class TrainerPolicy(LLMWrapperBase):
             mask_key: A boolean entry of the tokens' shape; the attention mask by default.
             *args, **kwargs: TorchRL's others, without effect.
         """
-        mask = _padded(tensordict, mask_key or _ATTENTION)
+        mask = _padded(tensordict, mask_key or keys.ATTENTION)
         return self._distribution(tensordict, mask)
 
     def _get_sft_dist(self, tensordict: TensorDictBase, **_: Any) -> TokenDistribution:
         """Of the answers: of ragged rows what follows the prompt, as TorchRL has it."""
         prompts = None
-        if isinstance(tensordict, LazyStackedTensorDict) or _ASSISTANT not in tensordict:
-            prompts = cast("Any", tensordict).get(_PROMPTS, None, as_list=True)
+        if isinstance(tensordict, LazyStackedTensorDict) or keys.ASSISTANT not in tensordict:
+            prompts = cast("Any", tensordict).get(keys.PROMPT, None, as_list=True)
         if prompts is None:
-            return self.get_dist(tensordict, mask_key=_ASSISTANT)
-        mask = _padded(tensordict, _ATTENTION)
+            return self.get_dist(tensordict, mask_key=keys.ASSISTANT)
+        mask = _padded(tensordict, keys.ATTENTION)
         lengths = zip(prompts, _lengths(tensordict), strict=True)
         starts = [mask.shape[1] - length + prompt.shape[-1] for prompt, length in lengths]
         columns = torch.arange(mask.shape[1], device=mask.device)
@@ -301,7 +296,7 @@ class TrainerPolicy(LLMWrapperBase):
         return self._distribution(tensordict, mask.bool() & answers)
 
     _get_generic_dist = get_dist
-    _get_rlhf_dist = partialmethod(get_dist, mask_key=_ASSISTANT)  # pyright: ignore[reportAssignmentType]
+    _get_rlhf_dist = partialmethod(get_dist, mask_key=keys.ASSISTANT)  # pyright: ignore[reportAssignmentType]
 
     def _distribution(self, tensordict: TensorDictBase, mask: Tensor) -> TokenDistribution:
         if self.gradient_checkpointing and torch.is_grad_enabled() and not self.model.training:
@@ -312,11 +307,11 @@ class TrainerPolicy(LLMWrapperBase):
             how = f"attn_implementation={core.config._attn_implementation!r}"
             why = f"{type(core).__name__} does not keep rows apart by positions with {how}"
             raise UnsupportedArgumentError(f"packed=True, but {why}")
-        tokens = _padded(tensordict, _TOKENS)
-        attention = _padded(tensordict, _ATTENTION)
-        for name, one in {_ATTENTION: attention, "the mask": mask}.items():
+        tokens = _padded(tensordict, keys.TOKENS)
+        attention = _padded(tensordict, keys.ATTENTION)
+        for name, one in {keys.ATTENTION: attention, "the mask": mask}.items():
             if one.shape != tokens.shape:
-                shapes = f"{[*one.shape]}, {_TOKENS} {[*tokens.shape]}"
+                shapes = f"{[*one.shape]}, {keys.TOKENS} {[*tokens.shape]}"
                 raise InvalidPromptError(f"{name} has shape {shapes}")
         mask, ahead = mask.bool() & attention.bool(), self._ahead
         if ahead is not None and torch.is_grad_enabled():
@@ -337,13 +332,13 @@ class TrainerPolicy(LLMWrapperBase):
 
     def _experts(self, tensordict: Any, tokens: Tensor) -> Tensor:
         """The experts [B, T, layers, k] to be replayed; of no layer where there are none."""
-        layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": NO_EXPERT}
-        experts = tensordict.get(ROUTED_EXPERTS, None, **layout) if self.replay_experts else None
+        key, none = keys.ROUTED_EXPERTS, keys.NO_EXPERT
+        experts = keys.padded(tensordict, key, none, "left") if self.replay_experts else None
         if experts is None:
             return tokens.new_empty(*tokens.shape, 0, 0)
         if experts.shape[:-2] != tokens.shape:
-            shapes = f"{[*experts.shape]}, {_TOKENS} {[*tokens.shape]}"
-            raise InvalidPromptError(f"{ROUTED_EXPERTS} has shape {shapes}")
+            shapes = f"{[*experts.shape]}, {keys.TOKENS} {[*tokens.shape]}"
+            raise InvalidPromptError(f"{keys.ROUTED_EXPERTS} has shape {shapes}")
         model: Any = base_model(unwrap(self.model))
         if model.training and model.is_gradient_checkpointing and not self.gradient_checkpointing:
             told = "needs gradient_checkpointing=True of the policy instead of the model's own"
@@ -452,7 +447,7 @@ class _Rows:
         cls, tokens: Tensor, attention: Tensor, mask: Tensor, model: Any, experts: Tensor
     ) -> _Rows:
         if not tokens.numel():
-            told = f"{_TOKENS!r} has shape {[*tokens.shape]}"
+            told = f"{keys.TOKENS!r} has shape {[*tokens.shape]}"
             raise InvalidPromptError(f"there are no tokens: {told}")
         attended, order = attention.byte().sort(stable=True, dim=1, descending=True)
         ids = tokens.long().gather(1, order) * attended
@@ -589,8 +584,7 @@ def _joined(scores: list[_Found]) -> _Found:
 
 def _padded(tensordict: Any, key: NestedKey) -> Tensor:
     """An entry of the rows as [B, T], ragged rows padded on the left."""
-    layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": 0}
-    value = tensordict.get(key, None, **layout)
+    value = keys.padded(tensordict, key, 0, "left")
     if value is None:
         there = ", ".join(sorted(map(str, tensordict.keys(True, True))))
         raise InvalidPromptError(f"rows have no {key!r}; they have {there}")
@@ -601,17 +595,16 @@ def _padded(tensordict: Any, key: NestedKey) -> Tensor:
 
 def _sampling_masks(tensordict: Any, positions: tuple[Tensor, ...], width: int) -> list[Tensor]:
     """The tokens [N, K] that could be sampled at some positions, if rows tell of any."""
-    layout = {"as_padded_tensor": True, "padding_side": "left", "padding_value": NO_TOKEN}
-    masks = tensordict.get(SAMPLING_MASK, None, **layout)
+    masks = keys.padded(tensordict, keys.SAMPLING_MASK, keys.NO_TOKEN, "left")
     if masks is None:
         return []
     rows, columns = positions
     columns = columns - (width - masks.shape[1])
-    return [masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, NO_TOKEN)]
+    return [masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, keys.NO_TOKEN)]
 
 
 def _lengths(tensordict: Any) -> list[int]:
-    return [row.shape[-1] for row in tensordict.get(_TOKENS, as_list=True)]
+    return [row.shape[-1] for row in tensordict.get(keys.TOKENS, as_list=True)]
 
 
 def _entry(log_probs: Tensor) -> LogProbs:
