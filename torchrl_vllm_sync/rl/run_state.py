@@ -22,11 +22,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
