@@ -139,6 +139,21 @@ class LaunchError(SyncError, RuntimeError):
         return f"launch failed: {reasons}"
 
 
+class ServerError(SyncError, RuntimeError):
+    """Servers of others are away, not what they should be, or cannot do what they were asked.
+
+    Attributes:
+        failures: Address of each to what is wrong with it.
+    """
+
+    def __init__(self, failures: dict[str, str]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+    def __str__(self) -> str:
+        return "; ".join(f"server {address}: {why}" for address, why in self.failures.items())
+
+
 class ServiceClosedError(SyncError, RuntimeError):
     """The service was shut down, or was never launched."""
 

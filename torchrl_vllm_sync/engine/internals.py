@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import vllm
@@ -29,7 +30,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, PauseMode
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     _Base = Scheduler
 else:
@@ -275,6 +277,16 @@ def unpack_on_arrival(engine: AsyncLLM) -> None:
         return outputs
 
     client.get_output_async = get_unpacked
+
+
+def engine_over(core: EngineCoreClient, config: VllmConfig, stats: StatsRecorder) -> AsyncLLM:
+    """An ``AsyncLLM`` whose engine core is called through ``core``, and is not started."""
+    with mock.patch.object(EngineCoreClient, "make_async_mp_client", return_value=core):
+        engine = AsyncLLM.from_vllm_config(config, stat_loggers=[stats])
+    manager: Any = engine.logger_manager
+    # Others count what the core, which has its own, may not have told.
+    del manager.stat_loggers[1:]
+    return engine
 
 
 async def call_workers(

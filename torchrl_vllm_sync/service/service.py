@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import operator
+import os
 import re
 import secrets
 import sys
@@ -53,7 +54,6 @@ from torchrl_vllm_sync.service.requests import Requests
 from torchrl_vllm_sync.service.weights import NativeClient, Weights
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
     from typing import Literal, Unpack
 
@@ -290,6 +290,48 @@ class AsyncVLLM(RLvLLMEngine):
             **kwargs: Its other arguments.
         """
         service = cls(engine_args, num_replicas, **kwargs)
+        service._launch()
+        return service
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[str],
+        *,
+        api_key: str | None = None,
+        model: str | os.PathLike[str] | None = None,
+        max_restarts: int = 1000,
+        **kwargs: Any,
+    ) -> Self:
+        """Returns a service whose replicas are ``vllm serve`` processes that others run.
+
+        They stay when the service ends. ``tutorials/guides/connect.md`` says how to start them, and
+        what they cannot do.
+
+        Args:
+            addresses: Of the servers, such as ``"http://host:8000"``.
+            api_key: What they ask for as bearer token; ``VLLM_API_KEY`` if ``None``.
+            model: Name or path of their checkpoint as it is read here, for its tokenizer and the
+                names of its weights; what they say themselves if ``None``.
+            max_restarts: How often within an hour a server that is gone is waited for anew.
+            **kwargs: Other arguments of the class that are not about engines.
+
+        Raises:
+            ServerError: Some are away, refuse the key, lack a route, or do not serve the same; it
+                names each. Nothing was started.
+            LaunchError: Some were lost meanwhile.
+        """
+        from torchrl_vllm_sync.engine import remote  # what vLLM brings along
+
+        key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
+        facts = run_blocking(remote.look_at(addresses, key))
+        engine_args = remote.connected_args(facts, None if model is None else os.fspath(model))
+        kwargs |= {"num_cpus_per_replica": 0, "max_restarts": max_restarts}
+        service = cls(engine_args, len(facts), remote.ServerActor, **kwargs)
+        known = service.replicas.settings
+        environment = {**known.environment, **({"VLLM_API_KEY": key} if key else {})}
+        # Their devices are not Ray's to give.
+        service._set_up(dataclasses.replace(known, claims={}, environment=environment))
         service._launch()
         return service
 
@@ -716,7 +758,7 @@ class AsyncVLLM(RLvLLMEngine):
 
     def get_world_size(self) -> int:
         """Returns the number of vLLM workers of all replicas together."""
-        return len(self.replicas) * num_workers(self.engine_args)
+        return sum(one.description.num_workers for one in self.replicas.members)
 
     def get_master_address(self) -> str:
         """Returns this node's address, as the other nodes of the Ray cluster reach it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds, check_version
-from torchrl_vllm_sync.engine.args import num_workers, payload_of
+from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     UnsupportedArgumentError,
@@ -377,9 +378,11 @@ class NativeClient:
 
     def _shares(self) -> dict[str, range]:
         """Returns the workers of each replica, counted through all of them."""
-        num = num_workers(self._replicas.settings.engine_args)
-        names = enumerate(self._replicas.everyone())
-        return {name: range(at * num, (at + 1) * num) for at, name in names}
+        self._replicas.require()
+        numbers = {n.replica_id: n.description.num_workers for n in self._replicas.current()}
+        ends = itertools.accumulate(numbers.values())
+        pairs = zip(numbers.items(), ends, strict=True)
+        return {name: range(end - number, end) for (name, number), end in pairs}
 
     def _call(self, method: str, *args: Any, timeout_s: float | None = None, **how: Any) -> Answers:
         """Calls all replicas, which keep the time limit themselves."""
