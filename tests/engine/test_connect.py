@@ -93,7 +93,7 @@ class Serve:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         with contextlib.closing(connection):
-            connection.request(method, path, body and json.dumps(body), headers)
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
             with connection.getresponse() as answer:
                 told = answer.read()
                 return answer.status, json.loads(told) if told[:1] == b"{" else told
@@ -204,6 +204,21 @@ def test_a_push_is_in_the_servers_and_running_answers_go_on(connected, servers, 
     assert {one.min_version for one in outputs} == {report.version - 1}
     after = connected.generate([5, 6, 7], sampling())
     assert after.version_spans == (((report.version, 0, 4),),)
+
+
+def test_weights_and_pauses_of_others_are_noticed_and_undone(connected, servers, trained):
+    first, _ = servers
+    version = connected.push_weights(trained).version
+    before = connected.replicas.at(0).num_restarts
+    assert first.ask("/pause?mode=keep&clear_cache=false", {})[0] == 200
+    assert first.ask("/update_weight_version", {"new_version": "777"})[0] == 200
+    eventually(lambda: connected.replicas.at(0).num_restarts > before, timeout_s=120)
+    connected.wait_until_serving(timeout_s=120)
+    assert connected.weight_versions == dict.fromkeys("01", version)
+    assert first.ask("/weight_info", method="GET")[1] == {"weight_version": str(version)}
+    assert first.ask("/is_paused", method="GET")[1] == {"is_paused": False}
+    answer = connected.generate([5, 6, 7], sampling(), actor_index=0)
+    assert answer.version_spans == (((version, 0, 4),),)
 
 
 def test_what_a_server_cannot_do_is_said_by_name(connected, trained, servers):

@@ -1,5 +1,6 @@
 """vLLM's own calls on every replica: what each is sent, and what is refused, without engines."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,17 @@ from torchrl_vllm_sync.service.weights import NativeClient
 OUT_OF_TURN = TransferNotReadyError("no update was begun")
 
 
+def of_two_workers(name):
+    one = member(name)
+    return replace(one, description=replace(one.description, num_workers=2))
+
+
 class Rig:
     """Two replicas of two workers each; their calls are noted, and answered with ``answers``."""
 
     def __init__(self, monkeypatch, launched=True):
         self.replicas = replicas_of(
-            [member("0"), member("1")],
+            [of_two_workers("0"), of_two_workers("1")],
             launched=launched,
             engine_args=SimpleNamespace(
                 tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1

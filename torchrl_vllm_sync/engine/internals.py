@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 import vllm
@@ -30,9 +29,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, PauseMode
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -46,6 +43,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import EngineCoreClient
 
     _Base = Scheduler
 else:
@@ -281,6 +280,11 @@ def unpack_on_arrival(engine: AsyncLLM) -> None:
 
 def engine_over(core: EngineCoreClient, config: VllmConfig, stats: StatsRecorder) -> AsyncLLM:
     """An ``AsyncLLM`` whose engine core is called through ``core``, and is not started."""
+    from unittest import mock  # all of these engine cores would import, too
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import EngineCoreClient
+
     with mock.patch.object(EngineCoreClient, "make_async_mp_client", return_value=core):
         engine = AsyncLLM.from_vllm_config(config, stat_loggers=[stats])
     manager: Any = engine.logger_manager

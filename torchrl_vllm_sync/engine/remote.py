@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import re
@@ -59,6 +60,8 @@ NATIVE = {
     "native_finish": ("/finish_weight_update", ""),
     "native_shutdown": ("/shutdown_weight_transfer_engine", ""),
 }
+logger = logging.getLogger(__name__)
+
 SERVERS = "servers"  # key of ``additional_config``: the addresses, and what all of them serve
 CONNECT_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 60.0  # for what a server knows; its first look at its machine takes it long
@@ -302,6 +305,10 @@ def connected_args(facts: dict[str, ServerFacts], model: str | None) -> AsyncEng
     known = {"logprobs_mode": first.of_config("model_config", "logprobs_mode", "raw_logprobs")}
     if dtype := first.of_config("model_config", "dtype"):
         known["dtype"] = str(dtype).removeprefix("torch.")
+    seeds = [one.of_config("model_config", "seed") for one in facts.values() if one.config]
+    if len(set(seeds)) < len(seeds):
+        what = "servers have one seed (%s), so that equal prompts may get equal answers: see --seed"
+        logger.warning(what, seeds)
     length = wanted["max_model_len"]
     return make_engine_args(
         name, max_model_len=length, additional_config={SERVERS: wanted}, **known
@@ -346,11 +353,11 @@ class ServerCore(EngineCoreClient):
         name, params = request.request_id, request.sampling_params
         assert params is not None
         refused = {
-            "lora_request": request.lora_request,
-            "images and sound": request.mm_features,
-            "prompt_logprobs": params.prompt_logprobs,
+            "lora_request": request.lora_request is not None,
+            "images and sound": bool(request.mm_features),
+            "prompt_logprobs": params.prompt_logprobs is not None,  # no stream has them
         }
-        if given := [what for what, value in refused.items() if value]:
+        if given := [what for what, is_given in refused.items() if is_given]:
             why = f"a server of others is not asked for {' and '.join(given)}"
             raise GenerationError(request.external_req_id or name, why)
         state = self.processor.request_states[name]
@@ -489,9 +496,15 @@ class ServerCore(EngineCoreClient):
         await self._server.ask("/update_weight_version", {"new_version": weight_version})
         self._label = weight_version
 
-    async def reset_prefix_cache_async(self, reset_running_requests: bool = False, *_: Any) -> bool:
-        how = {"reset_running_requests": str(reset_running_requests).lower()}
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        how = {"reset_running_requests": reset_running_requests, "reset_external": reset_connector}
+        how = {name: str(value).lower() for name, value in how.items()}
         return (await self._server.ask("/reset_prefix_cache", {}, params=how))["success"]
+
+    async def sleep_async(self, *_: Any, **__: Any) -> None:
+        raise self._server.error("a server of others is not put to sleep")
 
     # ---- What a replica has its workers do
 
@@ -522,11 +535,6 @@ class ServerCore(EngineCoreClient):
             case _:
                 asked = {"method": method, "args": list(args), "kwargs": kwargs or {}}
                 return (await self._server.ask("/collective_rpc", asked, limit_s=None))["results"]
-
-    async def collective_rpc_async(
-        self, method: Any, _: Any = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
-        return await self._call_utility_async("", method, None, args, kwargs)
 
     async def _reload(self, data: str, metadata: list[list[Any]]) -> dict[str, Any]:
         """Has it load a checkpoint, which is beside the snapshots for as long as that takes."""
@@ -667,6 +675,11 @@ class ServerActor(EngineActor):
     async def load_snapshot(self, *args: Any, **options: Any) -> Any:
         self._core.require_weights()  # before it is paused for them
         return await _load_snapshot(self, *args, **options)
+
+    async def admit(self, version: int, run_id: str | None) -> None:
+        if self._updates.version > version:  # a number of others, for their weights
+            self._updates.whole = False
+        self._updates.admit(version, run_id)
 
     def describe(self) -> EngineDescription:
         facts, (size, num) = self._facts, (*self._facts.figures.blocks, (None, None))[0]
