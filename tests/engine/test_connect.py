@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
 from tests.engine.requests import eventually, sampling, token_ids
@@ -179,6 +180,11 @@ def test_a_stop_text_ends_an_answer_as_at_the_server(connected):
     stop = whole.text[8:10]
     ended = connected.generate([7, 8, 9], sampling(max_tokens=30, stop=stop)).outputs[0]
     assert (ended.text, ended.stop_reason) == (whole.text.partition(stop)[0], stop)
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    answer = connected.generate([7, 8, 9], sampling(max_tokens=9, structured_outputs=choice))
+    assert answer.outputs[0].text in ("yes", "no")
+    with pytest.raises(ServerError, match="Requested sample logprobs"):
+        connected.generate([7, 8, 9], sampling(logprobs=200))  # more than the server gives
     streamed = [*connected.generate([7, 8, 9], sampling(max_tokens=30), stream=True)]
     assert streamed[-1].outputs[0].text == whole.text
     assert len(streamed) > 1

@@ -37,7 +37,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.answers import SpanChecker, versions_of_labels
 from torchrl_vllm_sync.engine.args import make_engine_args
-from torchrl_vllm_sync.errors import GenerationError, ServerError
+from torchrl_vllm_sync.errors import GenerationError, ServerError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineCounters, EngineDescription, ReplicaState
 from torchrl_vllm_sync.weights.module import from_json
 from torchrl_vllm_sync.weights.p2p.memory import this_node
@@ -243,13 +243,18 @@ class Server:
 
 def _refusal(path: str, status: int, body: str) -> str:
     """Why a server refused, in its own words if there are some."""
-    told = body
-    with contextlib.suppress(msgspec.DecodeError, AttributeError):
-        given = msgspec.json.decode(body)
-        inner = given.get("error", given.get("detail", given))
-        told = inner.get("message", inner) if isinstance(inner, dict) else inner
+    with contextlib.suppress(msgspec.DecodeError):
+        body = _told(msgspec.json.decode(body))
     hint = " (is api_key right?)" if status == 401 else ""
-    return f"{path} answered with status {status}{hint}: {told}"
+    return f"{path} answered with status {status}{hint}: {body}"
+
+
+def _told(error: Any) -> str:
+    while isinstance(error, dict):
+        error = next(
+            (error[one] for one in ("error", "detail", "message") if one in error), str(error)
+        )
+    return str(error)
 
 
 async def look_at(addresses: Sequence[str], api_key: str | None) -> dict[str, ServerFacts]:
@@ -373,6 +378,8 @@ class ServerCore(EngineCoreClient):
         params: Any = request.sampling_params
         sent = msgspec.to_builtins(params)
         sent = {k: v for k, v in sent.items() if k not in _OWN_PARAMS and not k.startswith("_")}
+        if structure := sent.get("structured_outputs"):
+            sent["structured_outputs"] = {k: v for k, v in structure.items() if k[0] != "_"}
         sent["max_tokens"] = params.max_tokens  # or the server has a default of its own
         if params.logprobs:  # the sampled token counts as one of them
             sent["logprobs"] = params.logprobs + (params.logprobs > 0)
@@ -393,23 +400,31 @@ class ServerCore(EngineCoreClient):
                 async for line in answer.content:
                     if not line.startswith(b"data: {"):
                         continue
-                    chunk = _decode(line[6:])
-                    if chunk.error is not None:
-                        told = chunk.error
-                        told = told.get("message", told) if isinstance(told, dict) else told
-                        raise self._server.error(str(told))
-                    for choice in chunk.choices:
+                    for choice in self._choices(line[6:]):
                         self._take(name, state, choice, num, begun)
                         is_whole |= choice.finish_reason is not None
             if not is_whole:
                 self._lose("it ended an answer without a reason")
-        except ServerError as error:
-            if isinstance(error.__cause__, aiohttp.ClientError | TimeoutError):
-                self._lose(str(error))
-            elif state.queue is not None:
-                state.queue.put(error)
+        except Exception as failure:  # noqa: BLE001  a result, too
+            await self._fail(state, failure)
         finally:
             self._streams.pop(name, None)
+
+    def _choices(self, event: bytes) -> list[_Choice]:
+        if (chunk := _decode(event)).error is not None:
+            raise self._server.error(_told(chunk.error))
+        return chunk.choices
+
+    async def _fail(self, state: Any, failure: Exception) -> None:
+        """Ends a request, or all if the server is lost, which go on elsewhere then."""
+        if isinstance(failure.__cause__, aiohttp.ClientError | TimeoutError):
+            self._lose(str(failure))
+            return
+        try:
+            await self._server.ask("/health")
+        except ServerError as error:
+            self._lose(str(error))
+        state.queue.put(failure)  # to no avail if all have ended
 
     def _take(self, name: str, state: Any, choice: _Choice, num: int | None, begun: int) -> None:
         tokens = choice.logprobs and choice.logprobs.content
@@ -480,8 +495,8 @@ class ServerCore(EngineCoreClient):
     async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
         self.require_weights()
         how = {"mode": mode, "clear_cache": str(clear_cache).lower()}
+        self._is_paused = True  # also if this is given up on the way
         await self._server.ask("/pause", {}, params=how, limit_s=None)
-        self._is_paused = True
 
     async def resume_scheduler_async(self) -> None:
         if self._is_paused:
@@ -638,7 +653,8 @@ class ServerActor(EngineActor):
         wanted = self._engine_args.additional_config[SERVERS]
         index, addresses = int(self.replica_id), wanted["addresses"]
         if index >= len(addresses):
-            raise ServerError({"": f"{len(addresses)} are connected to: connect() to all anew"})
+            told = f"replicas must be the {len(addresses)} that are connected to: connect() to more"
+            raise UnsupportedArgumentError(told)
         self._server = server = Server(addresses[index], os.environ.get("VLLM_API_KEY"))
         self._facts = facts = await self._look(server)
         if why := check_alike(facts, wanted):
