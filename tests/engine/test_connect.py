@@ -230,6 +230,8 @@ def test_weights_and_pauses_of_others_are_noticed_and_undone(connected, servers,
 def test_what_a_server_cannot_do_is_said_by_name(connected, trained, servers):
     with pytest.raises(TransferError, match=servers[0].address):
         connected.audit(trained)
+    with pytest.raises(TransferError, match="--weight-transfer-config"):
+        connected.use_transfer_engine("nccl")
     with pytest.raises(GenerationError, match="prompt_logprobs"):
         connected.generate([1, 2, 3], sampling(prompt_logprobs=0))
 
