@@ -160,6 +160,18 @@ def test_losses_take_the_experts_too(model, rows):
     copy.deepcopy(replaying(model, gradient_checkpointing=True))
 
 
+def test_a_pass_that_is_made_ahead_is_not_taken_for_rows_of_other_experts(model, rows):
+    given, policy = laid_out(rows, "middle"), replaying(model)
+    other, experts = given.clone(), given[keys.ROUTED_EXPERTS]
+    other[keys.ROUTED_EXPERTS] = torch.where(experts < 0, experts, (experts + 1) % NUM)
+    dist = replaying(model).get_dist(other, mask_key=keys.ASSISTANT)
+    wanted = dist.log_prob(other[keys.TOKENS])
+    ahead = policy.score_ahead(given)
+    dist = policy.get_dist(other, mask_key=keys.ASSISTANT)
+    torch.testing.assert_close(dist.log_prob(other[keys.TOKENS]), wanted)
+    assert (ahead - wanted).abs().max() > 0.01
+
+
 # ---------------------------------------------------------------- other models
 
 OF_ALL = {

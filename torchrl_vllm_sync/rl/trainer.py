@@ -132,7 +132,7 @@ class TrainerPolicy(LLMWrapperBase):
         self.packed, self.log_probs_key = packed, log_probs_key
         self.replay_experts = replay_experts
         # A pass that the loss of the same rows may take: tokens, what it found, and conditions.
-        self._ahead: tuple[Tensor, TokenDistribution, list[Any]] | None = None
+        self._ahead: tuple[TokenDistribution, list[Any]] | None = None
         self.in_keys = [keys.TOKENS, keys.ATTENTION]
         self.out_keys = [log_probs_key]
         if gradient_checkpointing:
@@ -237,7 +237,8 @@ class TrainerPolicy(LLMWrapperBase):
     def score_ahead(self, rows: TensorDictBase) -> Tensor:
         """Scores the answers' tokens, in a pass that the next loss of these rows takes.
 
-        That loss takes it if rows and weights are the same, its mask is the assistant's (TorchRL's
+        That loss takes it if rows and weights are the same (tokens, sampling masks, and experts
+        where these are replayed), its mask is the assistant's (TorchRL's
         ``"sft"`` and ``"rlhf"``), and it wants gradients; otherwise it scores anew.
 
         Args:
@@ -249,11 +250,11 @@ class TrainerPolicy(LLMWrapperBase):
         Raises:
             InvalidPromptError: See the class.
         """
-        self._ahead, tokens = None, _padded(rows, keys.TOKENS)
+        self._ahead = None
         with torch.enable_grad():
             dist = self.get_dist(rows, mask_key=keys.ASSISTANT)
-            dist.kept = dist.log_prob(tokens)
-        self._ahead = tokens, dist, self._conditions()
+            dist.kept = dist.log_prob(_padded(rows, keys.TOKENS))
+        self._ahead = dist, self._conditions()
         return dist.kept.detach()
 
     def _conditions(self) -> list[Any]:
@@ -314,21 +315,22 @@ class TrainerPolicy(LLMWrapperBase):
                 shapes = f"{[*one.shape]}, {keys.TOKENS} {[*tokens.shape]}"
                 raise InvalidPromptError(f"{name} has shape {shapes}")
         mask, ahead = mask.bool() & attention.bool(), self._ahead
+        experts = self._experts(tensordict, tokens)
+        left_over = keys.padded(tensordict, keys.SAMPLING_MASK, keys.NO_TOKEN, "left")
+        given = [tokens, mask, experts, *([] if left_over is None else [left_over])]
         if ahead is not None and torch.is_grad_enabled():
-            (known, dist, conditions), self._ahead = ahead, None
-            pairs = (tokens, known), (mask, dist.mask)
-            is_same = all(a.device == b.device and torch.equal(a, b) for a, b in pairs)
+            (dist, conditions), self._ahead = ahead, None
+            is_same = len(given) == len(dist.given) and all(map(_is_same, given, dist.given))
             if is_same and conditions == self._conditions():
                 return dist
             del ahead, dist  # and its graph
-        experts = self._experts(tensordict, tokens)
         rows = _Rows.of(tokens, attention.bool(), mask, unwrap(self.model), experts)
-        masks = _sampling_masks(tensordict, rows.positions, tokens.shape[1])
+        masks = [_at(rows.positions, one, tokens.shape[1]) for one in given[3:]]
         if self.path == "head":
             scorer = partial(self._scores_by_head, self._states(rows), masks)
         else:
             scorer = partial(self._scores_by_model, rows, masks)
-        return TokenDistribution(mask, tokens, rows.positions, scorer)
+        return TokenDistribution(given, rows.positions, scorer)
 
     def _experts(self, tensordict: Any, tokens: Tensor) -> Tensor:
         """The experts [B, T, layers, k] to be replayed; of no layer where there are none."""
@@ -400,12 +402,11 @@ class TrainerPolicy(LLMWrapperBase):
 class TokenDistribution(torch.distributions.Distribution):
     """TorchRL's ``LLMMaskedCategorical`` of a mask [B, T], without the logits of all positions."""
 
-    def __init__(
-        self, mask: Tensor, tokens: Tensor, positions: tuple[Tensor, ...], scorer: _Scorer
-    ) -> None:
-        super().__init__(mask.shape, validate_args=False)
-        self.mask = mask
-        self._tokens, self._positions, self._scorer = tokens, positions, scorer
+    def __init__(self, given: list[Tensor], positions: tuple[Tensor, ...], scorer: _Scorer) -> None:
+        self.given = given  # tokens, mask, and whatever else of the rows it depends on
+        self._tokens, self.mask, *_ = given
+        super().__init__(self.mask.shape, validate_args=False)
+        self._positions, self._scorer = positions, scorer
         self._entropies: dict[bool, Tensor] = {}  # by whether gradients were wanted
         self.kept: Tensor | None = None  # of the rows' own tokens, which log_prob gives once more
 
@@ -593,14 +594,15 @@ def _padded(tensordict: Any, key: NestedKey) -> Tensor:
     return value
 
 
-def _sampling_masks(tensordict: Any, positions: tuple[Tensor, ...], width: int) -> list[Tensor]:
-    """The tokens [N, K] that could be sampled at some positions, if rows tell of any."""
-    masks = keys.padded(tensordict, keys.SAMPLING_MASK, keys.NO_TOKEN, "left")
-    if masks is None:
-        return []
+def _at(positions: tuple[Tensor, ...], masks: Tensor, width: int) -> Tensor:
+    """The tokens [N, K] that could be sampled at some positions, of masks [B, T, K]."""
     rows, columns = positions
     columns = columns - (width - masks.shape[1])
-    return [masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, keys.NO_TOKEN)]
+    return masks[rows, columns.clamp(min=0)].masked_fill(columns[:, None] < 0, keys.NO_TOKEN)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and torch.equal(one, other)
 
 
 def _lengths(tensordict: Any) -> list[int]:
