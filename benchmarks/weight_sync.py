@@ -59,9 +59,9 @@ MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3}
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    cuda = torch.cuda.is_available()
+    Recorder("weight_sync").check(smoke=args.smoke)
+    cuda, failed = torch.cuda.is_available(), 0
     dtype = "bfloat16" if cuda else "float32"
-    failed = 0
     with local_ray(), tempfile.TemporaryDirectory() as directory:
         checkpoint = save_shape(args.model, Path(directory), dtype=dtype)
         num_bytes, raw = size_of(checkpoint), []

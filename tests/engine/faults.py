@@ -12,9 +12,6 @@ from types import SimpleNamespace
 
 import ray
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    bind_routed_experts_capturer,
-)
 
 from torchrl_vllm_sync.engine import internals, receiver
 from torchrl_vllm_sync.engine import plan as plans
@@ -84,7 +81,11 @@ class FaultyWorker(PacedWorker):
         def capture(layer, chosen):
             self._noted.setdefault(layer, []).extend(chosen.tolist())
 
-        bind_routed_experts_capturer(self._sync_model(), SimpleNamespace(capture=capture))
+        # Not in vLLM 0.26, with which other faults are used, too.
+        from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+        capturer = SimpleNamespace(capture=capture)
+        routed_experts_capturer.bind_routed_experts_capturer(self._sync_model(), capturer)
         return [noted[layer] for layer in sorted(noted)]
 
     def sync_sleep(self, seconds):
