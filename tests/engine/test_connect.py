@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -194,20 +195,32 @@ def test_a_push_is_in_the_servers_and_running_answers_go_on(connected, servers, 
     assert all(one.distance(trained) < TOLERANCE for one in servers)
     perturbed(trained, seed=1)
     assert all(one.distance(trained) > 100 * TOLERANCE for one in servers)
+    is_pushed = threading.Event()
+
+    def keep_asking(at):
+        outputs = []
+        while not is_pushed.is_set():
+            outputs.append(connected.generate([at, 50, 60], sampling(logprobs=0, **LONG)))
+        return outputs
+
     with ThreadPoolExecutor() as pool:
-        prompts = [[at, 50, 60] for at in range(4)]
-        running = pool.submit(connected.generate, prompts, sampling(logprobs=0, **LONG))
-        eventually(lambda: sum(connected.get_num_unfinished_requests()) == 4)
-        time.sleep(0.3)
-        report = connected.push_weights(trained)
-        outputs = running.result(120)
+        running = [pool.submit(keep_asking, at) for at in range(4)]
+        try:
+            eventually(lambda: sum(connected.get_num_unfinished_requests()) == 4)
+            report = connected.push_weights(trained)
+        finally:
+            is_pushed.set()
+        outputs = [output for one in running for output in one.result(120)]
     assert not report.left_behind
     assert {one.path for one in report.replicas} == {"files"}
     assert connected.weight_version == report.version
     assert all(one.distance(trained) < TOLERANCE for one in servers)
     assert all(len(token_ids(one)) == 900 for one in outputs)
-    assert {one.max_version for one in outputs} == {report.version}
-    assert {one.min_version for one in outputs} == {report.version - 1}
+    switched = [one for one in outputs if one.min_version < one.max_version]
+    assert {(one.min_version, one.max_version) for one in switched} == {
+        (report.version - 1, report.version)
+    }
+    assert {one.replica_id for one in switched} == {"0", "1"}
     after = connected.generate([5, 6, 7], sampling())
     assert after.version_spans == (((report.version, 0, 4),),)
 
