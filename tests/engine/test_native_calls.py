@@ -28,7 +28,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.testing import token_log_probs
 from torchrl_vllm_sync.weights.broadcast.buckets import (
     BucketLayout,
-    ViewPacker,
+    bound_views,
     make_buffers,
     send_buckets,
 )
@@ -69,7 +69,7 @@ class Trainer:
         source = fit_to_model(as_weight_source(model), self.service.weights.expected())
         layout = BucketLayout(source.metadata(), BUCKET_BYTES)
         buffers = make_buffers(layout, CPU)
-        packer = ViewPacker(layout, buffers, list(source))
+        packing = (one.pack() for one in bound_views(layout, buffers, list(source)))
         self.push_id += 1
         info = {
             "push_id": self.push_id,
@@ -81,7 +81,7 @@ class Trainer:
             received = pool.submit(self.service.update_weights, wrap(info))
             deadline = time.monotonic() + 20
             self.group.start(self.push_id, deadline=deadline, watch=lambda: None)
-            send_buckets(self.group, layout, buffers, packer, deadline=deadline)
+            send_buckets(self.group, layout, buffers, packing, deadline=deadline)
             received.result(timeout=30)
 
     def update(self, model, label=None):

@@ -173,9 +173,9 @@ def test_tensors_that_were_made_for_one_push_are_not_kept_until_the_next(
     assert freed.expired()
     for version in (2, 3):
         assert send(transport, engines, ModuleSource(module), version).failures == {}
-        views, packer = transport._views, transport._packer
+        views, bound = transport._views, transport._bound
     assert send(transport, engines, ModuleSource(module), 4).failures == {}
-    assert (transport._views is views, transport._packer is packer) == (True, True)
+    assert (transport._views is views, transport._bound is bound) == (True, True)
     assert not kept.expired()
 
 

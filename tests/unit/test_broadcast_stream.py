@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -23,14 +24,14 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.weights.broadcast import group as group_module
 from torchrl_vllm_sync.weights.broadcast.buckets import (
     BucketLayout,
-    StreamingPacker,
-    ViewPacker,
+    bound_views,
     broadcast_tensors,
     check_device,
     make_buffers,
     receive_buckets,
     send_buckets,
     sendable_tensors,
+    streamed,
     whole_tensors,
 )
 from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous
@@ -90,7 +91,11 @@ def join(rendezvous, rank, timeout_s=20):
     return group
 
 
-def transfer(groups, layout, packer_of, num_passes=1):
+def pack(layout, buffers, views):
+    return (one.pack() for one in bound_views(layout, buffers, views))
+
+
+def transfer(groups, layout, packing_of, num_passes=1):
     """Sends to the workers, which take whole tensors; returns what each pass brought to each."""
 
     def receive(group):
@@ -102,11 +107,11 @@ def transfer(groups, layout, packer_of, num_passes=1):
         return passes
 
     buffers = make_buffers(layout, CPU)
-    packer = packer_of(buffers)
     with ThreadPoolExecutor(2) as pool:
         received = [pool.submit(receive, group) for group in groups[1:]]
         for _ in range(num_passes):
-            send_buckets(groups[0], layout, buffers, packer, deadline=time.monotonic() + 20)
+            packing = packing_of(buffers)
+            send_buckets(groups[0], layout, buffers, packing, deadline=time.monotonic() + 20)
         return [one.result(timeout=30) for one in received]
 
 
@@ -117,7 +122,7 @@ def test_every_tensor_arrives_whole_whatever_the_buckets(groups, bucket_bytes):
     assert all(bucket.num_bytes <= bucket_bytes for bucket in layout.buckets)
     views = list(wanted.items())
     for received in transfer(
-        groups, layout, lambda buffers: ViewPacker(layout, buffers, views), num_passes=2
+        groups, layout, lambda buffers: pack(layout, buffers, views), num_passes=2
     ):
         for one in received:
             assert sorted(one) == sorted(wanted)
@@ -130,7 +135,7 @@ def test_a_streaming_source_arrives_alike(groups):
     wanted = tensors(seed=1)
     layout = BucketLayout(metadata_of(wanted), 200)
     source = MappingSource(wanted)
-    for (one,) in transfer(groups, layout, lambda _: StreamingPacker(layout, source, CPU)):
+    for (one,) in transfer(groups, layout, lambda buffers: streamed(layout, buffers, source, CPU)):
         assert all(torch.equal(one[name], tensor) for name, tensor in wanted.items())
 
 
@@ -150,11 +155,9 @@ class Writes(TorchDispatchMode):
 def test_a_streamed_tensor_is_copied_by_rows_alone_however_it_lies_in_memory():
     wide = torch.arange(12.0).view(3, 4).T
     layout = BucketLayout(metadata_of({"wide": wide}), 24)
-    packer, buffers = StreamingPacker(layout, MappingSource({"wide": wide}), CPU), []
+    buffers = make_buffers(layout, CPU)
     with Writes() as writes:
-        for index in range(len(layout.buckets)):
-            buffers.append(make_buffers(layout, CPU)[0])
-            packer(index, buffers[-1])
+        deque(streamed(layout, buffers, MappingSource({"wide": wide}), CPU), maxlen=0)
     assert len(layout.buckets) == 2
     assert torch.equal(torch.cat(buffers).view(torch.float32), wide.reshape(-1))
     copies = [one for one in writes.names if not one.startswith("aten::empty")]
@@ -165,7 +168,7 @@ def test_values_are_cast_to_the_dtype_on_the_wire(groups):
     wanted = {name: one for name, one in tensors().items() if one.is_floating_point()}
     layout = BucketLayout(metadata_of(wanted, torch.bfloat16), 300)
     views = list(wanted.items())
-    for (one,) in transfer(groups, layout, lambda buffers: ViewPacker(layout, buffers, views)):
+    for (one,) in transfer(groups, layout, lambda buffers: pack(layout, buffers, views)):
         for name, tensor in wanted.items():
             assert torch.equal(one[name], tensor.to(torch.bfloat16))
 
@@ -175,19 +178,19 @@ def test_live_tensors_are_read_at_each_push(groups):
     wanted = tensors()
     layout = BucketLayout(metadata_of(wanted), 500)
     buffers = make_buffers(layout, CPU)
-    packer = ViewPacker(layout, buffers, list(wanted.items()))
+    bound = bound_views(layout, buffers, list(wanted.items()))
     first = buffers[0].clone()
-    packer(0, buffers[0])
+    bound[0].pack()
     wanted["embed"].add_(1)
-    packer(0, buffers[0])
+    bound[0].pack()
     assert torch.equal(
         buffers[0][: 4 * 8].view(torch.float32), wanted["embed"][0].contiguous().view(-1)
     )
     assert not torch.equal(first, buffers[0])
 
 
-def num_copies(packer):
-    return sum(len(targets) for bucket in packer.buckets for targets, _ in bucket.groups)
+def num_copies(bound):
+    return sum(len(targets) for bucket in bound for targets, _ in bucket.groups)
 
 
 def test_neighbours_in_memory_become_one_copy():
@@ -195,14 +198,14 @@ def test_neighbours_in_memory_become_one_copy():
     parts = {f"{i}.{j}": fused[i, 3 * j : 3 * j + 3] for i in range(4) for j in range(2)}
     layout = BucketLayout(metadata_of(parts), 1 << 20)
     buffers = make_buffers(layout, CPU)
-    packer = ViewPacker(layout, buffers, list(parts.items()))
-    assert num_copies(packer) == 1
-    packer(0, buffers[0])
+    bound = bound_views(layout, buffers, list(parts.items()))
+    assert num_copies(bound) == 1
+    bound[0].pack()
     assert torch.equal(buffers[0].view(torch.float32), fused.view(-1))
     shuffled = dict(reversed(parts.items()))
     layout = BucketLayout(metadata_of(shuffled), 1 << 20)
-    packer = ViewPacker(layout, make_buffers(layout, CPU), list(shuffled.items()))
-    assert num_copies(packer) == 8
+    bound = bound_views(layout, make_buffers(layout, CPU), list(shuffled.items()))
+    assert num_copies(bound) == 8
 
 
 @pytest.mark.parametrize(
@@ -218,17 +221,10 @@ def test_a_source_that_yields_other_things_than_announced_is_named(yielded, culp
     layout = BucketLayout(
         [ParamMeta("a", torch.float32, (2, 2)), ParamMeta("b", torch.float32, (3,))]
     )
-    (buffer,) = make_buffers(layout, CPU)
-    packer = StreamingPacker(
-        layout, MappingSource({name: torch.zeros(shape) for name, shape in yielded.items()}), CPU
-    )
-
-    def pack_all():
-        packer(0, buffer)
-        packer.finish()
-
+    source = MappingSource({name: torch.zeros(shape) for name, shape in yielded.items()})
+    packing = streamed(layout, make_buffers(layout, CPU), source, CPU)
     with pytest.raises(WeightMismatchError, match=culprit):
-        pack_all()
+        deque(packing, maxlen=0)
 
 
 def test_a_row_wider_than_a_bucket_is_named():
@@ -299,7 +295,7 @@ def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups)
     wanted = tensors()
     layout = BucketLayout(metadata_of(wanted), 500)
     views = list(wanted.items())
-    transfer(groups, layout, lambda buffers: ViewPacker(layout, buffers, views))
+    transfer(groups, layout, lambda buffers: pack(layout, buffers, views))
 
 
 def test_who_never_gets_ready_is_named(groups):
@@ -394,7 +390,7 @@ def test_a_worker_that_leaves_ends_the_senders_wait(groups):
     wanted = {"big": torch.zeros(64, 1 << 18)}
     layout = BucketLayout(metadata_of(wanted), 1 << 22)
     buffers = make_buffers(layout, CPU)
-    packer = ViewPacker(layout, buffers, list(wanted.items()))
+    packing = pack(layout, buffers, list(wanted.items()))
     received = []
 
     def receive_some():
@@ -416,7 +412,7 @@ def test_a_worker_that_leaves_ends_the_senders_wait(groups):
         threads[0].start()
         begin = time.monotonic()
         with pytest.raises(RuntimeError):
-            send_buckets(trainer, layout, buffers, packer, deadline=begin + 20)
+            send_buckets(trainer, layout, buffers, packing, deadline=begin + 20)
         trainer.close()
         assert isinstance(rest.exception(timeout=30), RuntimeError | None)
     threads[0].join()

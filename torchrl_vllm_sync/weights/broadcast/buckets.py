@@ -20,7 +20,7 @@ from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch, lef
 from torchrl_vllm_sync.weights.module import ParamMeta, checked, metadata_digest, storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 # Three of these on each side keep an NVLink busy and take 384 MiB.
@@ -272,19 +272,20 @@ def send_buckets(
     group: BroadcastGroup,
     layout: BucketLayout,
     buffers: Sequence[torch.Tensor],
-    pack: Callable[[int, torch.Tensor], None],
+    packing: Iterator[object],
     **limits: Any,
 ) -> None:
-    """Packs and broadcasts every bucket; on CUDA it only queues the work."""
+    """Broadcasts every bucket as it is packed; on CUDA it only queues the work."""
     with group.side_stream():
-        deque(receive_buckets(group, layout, buffers, pack, **limits), maxlen=0)
+        deque(receive_buckets(group, layout, buffers, packing, **limits), maxlen=0)
+    deque(packing, maxlen=0)  # which refuses surplus tensors
 
 
 def receive_buckets(
     group: BroadcastGroup,
     layout: BucketLayout,
     buffers: Sequence[torch.Tensor],
-    pack: Callable[[int, torch.Tensor], None] | None = None,
+    packing: Iterator[object] | None = None,
     *,
     deadline: float,
     watch: Watch = None,
@@ -296,10 +297,9 @@ def receive_buckets(
             group.wait(works.popleft(), watch)
             yield index - len(buffers)
         if index < len(layout.buckets):
-            buffer = buffers[index % len(buffers)]
-            if pack is not None:  # on the trainer
-                pack(index, buffer)
-            sent = buffer[: layout.buckets[index].num_bytes]
+            if packing is not None:  # on the trainer
+                next(packing)
+            sent = buffers[index % len(buffers)][: layout.buckets[index].num_bytes]
             works.append(group.broadcast(sent, timeout_s=left_s(deadline)))
 
 
@@ -342,56 +342,39 @@ def broadcast_tensors(
             group.wait(work, watch)
 
 
-class ViewPacker:
-    """Packs tensors that stay in place: copies are planned once, adjacent ones merged."""
-
-    def __init__(
-        self,
-        layout: BucketLayout,
-        buffers: Sequence[torch.Tensor],
-        views: Sequence[tuple[str, torch.Tensor]],
-    ) -> None:
-        pairs = zip(layout.metadata, views, strict=True)
-        copies = [TensorCopy.whole(meta, one.detach()) for meta, (_, one) in pairs if one.numel()]
-        self.buckets = bound_buckets(copies, layout, buffers)
-
-    def __call__(self, index: int, buffer: torch.Tensor) -> None:
-        del buffer  # the copies go to views of it
-        self.buckets[index].pack()
+def bound_views(
+    layout: BucketLayout,
+    buffers: Sequence[torch.Tensor],
+    views: Sequence[tuple[str, torch.Tensor]],
+) -> list[BoundBucket]:
+    """Plans the packing of tensors that stay in place, adjacent ones merged."""
+    pairs = zip(layout.metadata, views, strict=True)
+    copies = [TensorCopy.whole(meta, one.detach()) for meta, (_, one) in pairs if one.numel()]
+    return bound_buckets(copies, layout, buffers)
 
 
-class StreamingPacker:
-    """Packs tensors as a source yields them: merged adapters, gathered shards."""
-
-    def __init__(
-        self,
-        layout: BucketLayout,
-        source: Iterable[tuple[str, torch.Tensor]],
-        device: torch.device,
-    ) -> None:
-        self._layout = layout
-        self._items, self._device = checked(source, layout.metadata), device
-        self._meta, self._tensor = None, torch.empty(0)  # the one taken last
-
-    @torch.no_grad()
-    def __call__(self, index: int, buffer: torch.Tensor) -> None:
-        """Fills ``buffer`` with bucket ``index``; buckets must be asked for in order."""
-        for piece in self._layout.buckets[index].pieces:
-            while self._meta is not piece.meta:
-                self._meta, tensor = next(self._items)
-                check_device(self._meta.name, tensor, self._device)
-                self._tensor = tensor.detach()
-            rows = self._tensor
+@torch.no_grad()
+def streamed(
+    layout: BucketLayout,
+    buffers: Sequence[torch.Tensor],
+    source: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+) -> Iterator[None]:
+    """Packs tensors as a source yields them (merged adapters, gathered shards): a bucket a step."""
+    items, meta, tensor = checked(source, layout.metadata), None, torch.empty(0)
+    for index, bucket in enumerate(layout.buckets):
+        for piece in bucket.pieces:
+            while meta is not piece.meta:
+                meta, tensor = next(items)
+                check_device(meta.name, tensor, device)
+            rows = tensor.detach()
             if rows.dim():
                 size = piece.meta.num_elements // len(rows)
                 rows = rows.narrow(0, piece.first_element // size, piece.num_elements // size)
-            piece.within(buffer).view(rows.shape).copy_(rows, non_blocking=True)
-
-    def finish(self) -> None:
-        """Exhausts the source, so that ``checked`` refuses surplus tensors; frees the last one."""
-        for _ in self._items:
-            pass
-        self._tensor = torch.empty(0)
+            target = piece.within(buffers[index % len(buffers)])
+            target.view(rows.shape).copy_(rows, non_blocking=True)
+        yield
+    yield from (None for _ in items)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -401,9 +384,6 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
             f"{name} is on {tensor.device}, but this transport sends from {device}: move the "
             "weights there, or use the memmap transport"
         )
-
-
-Packer = ViewPacker | StreamingPacker
 
 
 def whole_tensors(

@@ -19,7 +19,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.weights.broadcast import buckets
-from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, Packer, StreamingPacker
+from torchrl_vllm_sync.weights.broadcast.buckets import BoundBucket, BucketLayout
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.module import to_json
 from torchrl_vllm_sync.weights.source import (
@@ -39,7 +39,7 @@ from torchrl_vllm_sync.weights.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchrl_vllm_sync.replica import EngineDescription
 
@@ -114,7 +114,7 @@ class BroadcastTransport:
         self._buffers: list[torch.Tensor] = []
         self._views: Any = None
         self._owner: weakref.ref[Any] | None = None  # of these, beyond which they are not kept
-        self._packer: Packer | None = None
+        self._bound: list[BoundBucket] | None = None
         self._whole: list[torch.Tensor] | None = None
         self._checked: set[tuple[str, str, str]] = set()
         self._has_plans = self._takes_direct = False
@@ -144,7 +144,7 @@ class BroadcastTransport:
         device = sending_device(self.name, described, source, self._given_device)
         while not self._form(members, described, device):
             pass
-        self._announced, self._views, self._packer, self._buffers = None, None, None, []
+        self._announced, self._views, self._bound, self._buffers = None, None, None, []
 
     def _form(
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
@@ -243,16 +243,14 @@ class BroadcastTransport:
             if whole is not None:
                 buckets.broadcast_tensors(group, whole, **limits)
             for _ in range(num_packed):
-                packer = self._packer_for(push.source, layout, group.device)
-                buckets.send_buckets(group, layout, self._buffers, packer, **limits)
-                if isinstance(packer, StreamingPacker):
-                    packer.finish()
+                packing = self._packing(push.source, layout, group.device)
+                buckets.send_buckets(group, layout, self._buffers, packing, **limits)
             times.note("queue_s", ready)
             group.synchronize(**limits)
             times.note("transfer_s", ready)
 
         if num_packed:
-            self._packer_for(push.source, layout, group.device)  # plans copies; engines still run
+            self._packing(push.source, layout, group.device)  # plans copies; engines still run
         self._push_id += 1
         called = time.perf_counter()
         calls = members.start(
@@ -286,7 +284,7 @@ class BroadcastTransport:
             self._takes_direct = self._takes_direct and paths == {"plan"}
             self._has_plans = any("plan" in path for path in paths)
         if whole is not None:
-            self._packer, self._buffers = None, []  # until the next check
+            self._bound, self._buffers = None, []  # until the next check
         return {name: _with_cause(one, cause) for name, one in answers.items()}
 
     def _announce(
@@ -307,12 +305,12 @@ class BroadcastTransport:
         metadata, layout = source.metadata(), self._layout
         if layout is None or metadata != layout.metadata:
             layout = self._layout = BucketLayout(metadata, self._bucket_bytes)
-            self._packer, self._buffers = None, []
+            self._bound, self._buffers = None, []
         views = views_of(source)
         if views is None or views is not self._views:
             for name, tensor in views or ():
                 buckets.check_device(name, tensor, device)
-            self._views, self._packer, self._owner = views, None, None
+            self._views, self._bound, self._owner = views, None, None
             if isinstance(source, StableSource):
                 self._owner = weakref.ref(source.owner, self._drop_views)
             self._whole = buckets.sendable_tensors(metadata, views)
@@ -323,19 +321,18 @@ class BroadcastTransport:
     def _drop_views(self, owner: weakref.ref[Any]) -> None:
         """Frees tensors that were made for one push, such as a dict of gathered ones."""
         if owner is self._owner:
-            self._views = self._packer = self._whole = None
+            self._views = self._bound = self._whole = None
 
-    def _packer_for(
+    def _packing(
         self, source: WeightSource, layout: BucketLayout, device: torch.device
-    ) -> Packer:
-        """Returns what fills the buckets; reused as long as the tensors stay in place."""
+    ) -> Iterator[object]:
+        """Returns what fills a bucket a step; planned once for tensors that stay in place."""
         if not self._buffers:
-            self._buffers, self._packer = buckets.make_buffers(layout, device), None
+            self._buffers, self._bound = buckets.make_buffers(layout, device), None
         if self._views is None:
-            return StreamingPacker(layout, source, device)
-        if self._packer is None:
-            self._packer = buckets.ViewPacker(layout, self._buffers, self._views)
-        return self._packer
+            return buckets.streamed(layout, self._buffers, source, device)
+        self._bound = self._bound or buckets.bound_views(layout, self._buffers, self._views)
+        return (one.pack() for one in self._bound)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._copy, ()
