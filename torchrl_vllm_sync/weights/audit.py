@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
-from torchrl_vllm_sync.weights.module import checked, from_json, local, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import checked, local, metadata_digest, to_json
 from torchrl_vllm_sync.weights.source import WeightSource, tensors_of
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
@@ -195,16 +196,6 @@ class Slice(NamedTuple):
     dtype: torch.dtype  # in which it is held, or was before it was quantised
     group: str = ""  # what is quantised together, and with it ``<group>_scale``
 
-    @classmethod
-    def read(cls, rows: Iterable[Any]) -> list[Slice]:
-        """From what a worker says."""
-        rows = list(rows)
-        held = from_json([(name, dtype, shape) for name, _, shape, _, dtype, _ in rows])
-        return [
-            cls(meta.name, row[1], meta.shape, tuple(row[3]), meta.dtype, row[5])
-            for meta, row in zip(held, rows, strict=True)
-        ]
-
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The values that the trainer's tensor has here, cast as a load casts them."""
         begin = whole.storage_offset() + self.offset
@@ -296,7 +287,8 @@ class Auditor:
             calls = dict.fromkeys(new, (to_json(metadata),))
             answers = ask(self._client, "plan_audit", calls, timeout_s)
             raise_exceptions(answers)
-            self._held |= {n: [Slice.read(rows) for rows in one] for n, one in answers.items()}
+            kind, dtype = dict[str, list[list[Slice]]], lambda _, name: getattr(torch, name)
+            self._held |= msgspec.convert(answers, kind, dec_hook=dtype)
             self._known |= new
 
     def compare(
