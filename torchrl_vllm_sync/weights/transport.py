@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from torchrl_vllm_sync.checks import Deadline, check_seconds
+from torchrl_vllm_sync.checks import check_seconds
 from torchrl_vllm_sync.errors import (
     ReplicaUnavailableError,
     SilentEngineError,
@@ -185,7 +185,7 @@ class ReplicaClient(Protocol):
 def ask(
     client: ReplicaClient, method: str, calls: Mapping[str, Any], limit_s: float, **options: Any
 ) -> dict[str, Any]:
-    """Makes a call with a time limit that replicas keep to themselves, and waits for all."""
+    """Makes a call, each replica's with its own arguments and a time limit that it keeps itself."""
     limit_s = max(limit_s, LEAST_S)
     pending = client.start_calls(method, calls, timeout_s=limit_s, **options)
     return pending.answers(limit_s + GRACE_S)
@@ -223,12 +223,6 @@ class Members:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> PendingCalls:
         return self.client.start_calls(method, dict.fromkeys(self.incarnations, args), **kwargs)
-
-    def ask(
-        self, method: str, calls: Mapping[str, tuple[Any, ...]], deadline: Deadline, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Calls some replicas, each with its own arguments, and waits for their answers."""
-        return ask(self.client, method, calls, deadline.left_s, **kwargs)
 
     def describe(self) -> dict[str, EngineDescription]:
         """Asks each for its description, and drops those that do not answer."""

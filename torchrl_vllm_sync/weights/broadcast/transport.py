@@ -33,6 +33,7 @@ from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     Members,
     Push,
+    ask,
     failed,
     is_lost,
     raise_exceptions,
@@ -293,7 +294,7 @@ class BroadcastTransport:
         """Sends the replicas the metadata of this push and all later ones."""
         told = to_json(layout.metadata), self._bucket_bytes
         calls = dict.fromkeys(members.incarnations, told)
-        answers = members.ask("prepare_broadcast", calls, deadline)
+        answers = ask(members.client, "prepare_broadcast", calls, deadline.left_s)
         if not failed(answers):
             self._announced = layout.digest
             self._has_plans = any("plan" in one["path"] for one in answers.values())

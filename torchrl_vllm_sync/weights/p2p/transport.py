@@ -18,7 +18,7 @@ from torchrl_vllm_sync.weights.module import checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.source import WeightSource, sending_device, sharded_of, views_of
-from torchrl_vllm_sync.weights.transport import Members, Push, failed, raise_exceptions
+from torchrl_vllm_sync.weights.transport import Members, Push, ask, failed, raise_exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -201,7 +201,8 @@ class P2PTransport:
                 shards.close()
         with times.measure("acknowledge_s"):
             told = {name: (numbers,) for name, numbers in writable.items()}
-            taken = members.ask("take_written", told, deadline, run_id=self.run_id, **push.terms)
+            about = {"run_id": self.run_id, **push.terms}
+            taken = ask(members.client, "take_written", told, deadline.left_s, **about)
         for name in failed(taken):
             self._drop(name)
         return answers | begun | taken
@@ -217,7 +218,7 @@ class P2PTransport:
                 self._drop(name)
             self._planned_for, self._left = planned_for, set()
         new = {one: (to_json(metadata),) for one in members.incarnations if one not in self._joined}
-        answers = members.ask("plan_writes", new, deadline)
+        answers = ask(members.client, "plan_writes", new, deadline.left_s)
         planned = {name: one for name, one in answers.items() if name not in failed(answers)}
         origins = shards.source.origins(shards.renamed) if shards and planned else {}
         for name, workers in planned.items():
@@ -244,7 +245,7 @@ class P2PTransport:
         known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
         # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
         options = {"run_id": self.run_id, "path": self._handover.path}
-        answers = members.ask("begin_writing", known, deadline, **options)
+        answers = ask(members.client, "begin_writing", known, deadline.left_s, **options)
         expected = {
             (name, rank, number)
             for name, numbers in answers.items()
