@@ -19,6 +19,7 @@ from tests.unit.vllm_models import (
     single_process_group,
 )
 from torchrl_vllm_sync import ParamMeta
+from torchrl_vllm_sync.engine import plan as plans
 from torchrl_vllm_sync.engine.plan import LoadPlan, PlanNotPossibleError, record_load_plan
 from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, bound_buckets
 
@@ -367,6 +368,22 @@ def test_tied_parameters_are_written_once():
     assert len(plan.copies) == 1
     with pytest.raises(PlanNotPossibleError, match=r"embedding \(8 elements written twice\)"):
         record_load_plan(tied(into(lambda w: w)), metadata)
+
+
+def test_parameters_in_one_storage_are_compared_with_what_is_near_them(monkeypatch):
+    """As in an arena; with all writes for each parameter, a model of many would take minutes."""
+    shapes = {f"p{index}": (4, 3) for index in range(50)}
+    model, looked = Model(into(lambda w: w), **shapes), []
+    storage = torch.zeros(len(shapes), 4, 3)
+    for parameter, place in zip(model.parameters(), storage, strict=True):
+        parameter.data = place
+    bounds = plans._bounds
+    monkeypatch.setattr(plans, "_bounds", lambda tensor: looked.append(tensor) or bounds(tensor))
+    metadata = [ParamMeta(*item) for item in with_dtype(shapes)]
+    assert len(record_load_plan(model, metadata).copies) == len(shapes)
+    assert len(looked) == 2 * len(shapes)
+    with pytest.raises(PlanNotPossibleError, match=r"once: p7 \(12 of 12 elements missing\)$"):
+        record_load_plan(model, [one for one in metadata if one.name != "p7"])
 
 
 def test_a_name_given_twice_is_refused():

@@ -403,11 +403,16 @@ def _check_coverage(model: torch.nn.Module, writes: Sequence[Write]) -> None:
     by_storage: defaultdict[int, list[Write]] = defaultdict(list)
     for write in writes:
         by_storage[storage_key(write.target)].append(write)
+    # In an arena all parameters are in one storage: each is compared with the writes near it alone.
+    spans = {key: np.array([_span(w.target) for w in of]) for key, of in by_storage.items()}
     parameters = dict(model.named_parameters())
     faults: list[str] = []
     tensors = (one for one in [*parameters.items(), *model.named_buffers()] if one[1].numel())
     for name, tensor in tensors:
-        found = _faults(tensor, by_storage[storage_key(tensor)])
+        key, (begin, end) = storage_key(tensor), _span(tensor)
+        starts, ends = spans.get(key, np.empty((0, 2))).T
+        near = np.flatnonzero((starts < end) & (ends > begin))
+        found = _faults(tensor, [by_storage[key][at] for at in near])
         missing, twice = (num_bytes // tensor.element_size() for num_bytes in found)
         if missing and name in parameters:
             faults.append(f"{name} ({missing} of {tensor.numel()} elements missing)")
@@ -431,6 +436,14 @@ def _faults(tensor: torch.Tensor, writes: Sequence[Write]) -> tuple[int, int]:
     within = [bounds.clip(own[0].min(), own[1].max()) for bounds in once]
     twice = sum(int((ends - starts).sum()) for starts, ends in within) - _size(*within)
     return _size(own, *written) - _size(*written), twice
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor covers, and the end of the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    extent = 1 + sum((count - 1) * step for count, step in steps)
+    return first * size, (first + extent) * size
 
 
 def _bounds(tensor: torch.Tensor) -> np.ndarray:
