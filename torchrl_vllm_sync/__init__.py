@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.service.service import AsyncVLLM as AsyncVLLM
     from torchrl_vllm_sync.service.service import attach as attach
     from torchrl_vllm_sync.service.service import make_async_vllm_engine as make_async_vllm_engine
+    from torchrl_vllm_sync.weights.adapters import AdapterSource as AdapterSource
     from torchrl_vllm_sync.weights.audit import AuditReport as AuditReport
     from torchrl_vllm_sync.weights.audit import WeightDifference as WeightDifference
     from torchrl_vllm_sync.weights.auto import AutoTransport as AutoTransport

@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.adapters import Adapters
 from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
 from torchrl_vllm_sync.engine.args import own_processes
 from torchrl_vllm_sync.engine.arrivals import Arrivals, NativeCalls
@@ -221,7 +222,8 @@ class EngineActor:
         internals.watch_samples(self.engine, self._gate.register)
         self._workers = await internals.call_workers(self.engine, "sync_describe")
         self._updates = updates = Updates(self.engine, self._gate)
-        self._answers.begin(self.engine, updates)
+        self._adapters = Adapters(updates, self._gate)
+        self._answers.begin(self.engine, updates, self._adapters.choose)
         self._native = NativeCalls(updates, self.engine, self._gate)
         config = self.engine.vllm_config.model_config
         self._arrivals = Arrivals(updates, lambda: checkpoint_metadata(config))
@@ -284,6 +286,7 @@ class EngineActor:
             figures["stats_age_s"] = time.monotonic() - figures.pop("measured_at")
         if self._started:
             figures["weight_version"] = self._updates.version
+            figures["base_version"] = self._updates.base
             figures["num_unfinished"] = self.get_num_unfinished_requests()
             figures |= {"counters": self._stats.counters(), **self._stats.latencies()}
         return EngineReport(
@@ -351,6 +354,7 @@ for _part, _kind, _names in (
     ("_answers", Answers, "run_batch stream generate abort"),
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
     ("_updates", Updates, "hold_back admit drain undrain pin"),
+    ("_adapters", Adapters, "prepare_adapter put_adapter give_adapters take_adapters"),
     ("_native", NativeCalls, ""),
     ("_arrivals", Arrivals, ""),
 ):

@@ -58,8 +58,15 @@ class SampleVersions:
 
     __slots__ = ("_begun", "_delivered", "_received", "_starts", "_was_swapped", "state")
 
-    def __init__(self, state: SampleState, version: int, begun: BegunAnswer | None = None) -> None:
-        self.state, self._begun, self._was_swapped = state, begun, False
+    def __init__(
+        self,
+        state: SampleState,
+        version: int,
+        begun: BegunAnswer | None = None,
+        *,
+        is_labelled: bool = True,
+    ) -> None:
+        self.state, self._begun, self._was_swapped = state, begun, not is_labelled
         self._received = self._delivered = len(begun.token_ids) if begun else 0
         former = begun.spans if begun else ()
         self._starts = [(one.version, one.start) for one in former] + [(version, self._received)]
@@ -141,6 +148,7 @@ class RunningRequest:
     answer: Any = None  # the owner's, of which it is a sample
     index: int = 0  # of the sample in its request
     sample: SampleVersions | None = None  # None until vLLM has registered it
+    adapter: Any = None  # a ``Held``, which stays as long
     restart: bool = False  # an update sends it back to the gate before its first token
 
     @property
@@ -160,7 +168,13 @@ class AdmissionGate:
     reason: str = ""  # why it is stale or failed
     version: int = 0
     running: dict[str, RunningRequest] = field(default_factory=dict)  # by engine id
+    _base: int | None = None  # version of the weights, where later ones brought adapters
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def base(self) -> int:
+        """Version of the weights without adapters."""
+        return self.version if self._base is None else self._base
 
     def set(self, state: ReplicaState, reason: str = "") -> None:
         """Moves to ``state``, wakes what waits at the gate, and ends requests inside if it must."""
@@ -185,15 +199,23 @@ class AdmissionGate:
             return
         if begun := running.request.begun:
             state.resume(begun, running.request.sampling_params)
-        running.sample = SampleVersions(state, self.version, begun)
+        version, own = self.base, running.adapter
+        if own is not None:
+            version = max(version, own.adapter.version)
+        # vLLM's label is that of the base weights.
+        running.sample = SampleVersions(state, version, begun, is_labelled=own is None)
         state.deliver_to(running)
 
     def switch(self, version: int, computed: Mapping[str, int] | None = None) -> None:
         """Notes that ``version`` samples from now on, bar a last step that ``computed`` shows."""
-        self.version = version
+        self.version, self._base = version, None
         for request in self.running.values():
             if request.sample is not None:
                 request.sample.switch(version, computed)
+
+    def advance(self, version: int) -> None:
+        """Notes that an adapter came as ``version``: what is inside goes on with what it has."""
+        self._base, self.version = self.base, version
 
     def is_open(self, min_version: int = 0) -> bool:
         return self.state is ReplicaState.SERVING and self.version >= min_version
@@ -330,8 +352,10 @@ class Batch:
             if (begun := request.begun) is not None:
                 prompt, params = continued(prompt, params, begun)
             running = RunningRequest(engine_id, request, self, answer, index)
+            own = running.adapter = self._replica.adapter_of(request)
             self._gate.running[engine_id] = answer.running[engine_id] = running
-            prompt, lora = self._replica.rendered(prompt), request.lora_request
+            prompt = self._replica.rendered(prompt)
+            lora = request.lora_request if own is None else own.request
             await self._replica.engine.add_request(engine_id, prompt, params, lora_request=lora)
         except Exception as failure:  # noqa: BLE001  a result, too
             self._fail(answer, failure)
@@ -434,9 +458,14 @@ class Answers:
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
         self._restarts = 0
 
-    def begin(self, engine: AsyncLLM, updates: Any) -> None:
+    def begin(
+        self,
+        engine: AsyncLLM,
+        updates: Any,
+        adapter_of: Callable[[EngineRequest], Any] = lambda _: None,
+    ) -> None:
         """Runs requests with ``engine`` from now on; until then the gate refuses them."""
-        self.engine, self._updates = engine, updates
+        self.engine, self._updates, self.adapter_of = engine, updates, adapter_of
         self._renders = engine.vllm_config.model_config.is_encoder_decoder
 
     async def run_batch(

@@ -91,6 +91,7 @@ def make_engine_args(
     settings: dict[str, Any] = {
         "model": os.fspath(model_name),
         "enable_prefix_caching": True,
+        "max_loras": 2,  # with enable_lora: a version beside that of requests in flight
         # Those of the distribution that tokens are sampled from: at temperature 1, with no token
         # removed or weighed otherwise, vLLM's raw ones.
         "logprobs_mode": "processed_logprobs",

@@ -309,7 +309,7 @@ class Arrivals:
     def snapshot_source(self) -> dict[str, Any] | None:
         """Where the weights were loaded from; ``None`` if they came another way since."""
         source = self._source
-        return source if source and source["version"] == self._updates.version else None
+        return source if source and source["version"] == self._updates.base else None
 
     async def load_snapshot(
         self,

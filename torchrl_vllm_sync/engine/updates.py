@@ -103,9 +103,14 @@ class Updates:
         return self._gate.version
 
     @property
+    def base(self) -> int:
+        """Version of the base weights; later ones brought adapters."""
+        return self._gate.base
+
+    @property
     def salt(self) -> str:
         """Name of the weights in keys of cached prefixes; a repeated version has one of its own."""
-        return f"v{self.version}" + (f".{self._repeats}" if self._repeats else "")
+        return f"v{self.base}" + (f".{self._repeats}" if self._repeats else "")
 
     @property
     def replica_id(self) -> str:
@@ -176,6 +181,12 @@ class Updates:
     def require_whole(self) -> None:
         if not self.whole:
             raise errors.TransferError(f"replica {self.replica_id} holds no whole version")
+
+    def require_base(self, version: int) -> None:
+        self.require_whole()
+        if self.base != version:
+            held = f"replica {self.replica_id} holds base weights of version {self.base}"
+            raise errors.TransferError(f"{held}, and the adapter adds to those of {version}")
 
     def _require_alive(self) -> None:
         if self._engine.errored:
@@ -382,6 +393,12 @@ class Updates:
             self.set_state(before)
         else:
             self._serve_or(f"it did not reach version {self._floor}")
+
+    async def advance(self, version: int, run_id: str | None) -> None:
+        """Moves to a version of the same base weights: an adapter came, for requests to come."""
+        self._gate.advance(version)
+        self.run_id = run_id
+        await self.resume(self._gate.state, is_paused=False)
 
     def set_state(self, state: ReplicaState, reason: str = "") -> None:
         if not self.is_over:

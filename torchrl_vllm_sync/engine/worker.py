@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from torchrl_vllm_sync.checks import in_thread
+from torchrl_vllm_sync.engine.adapters import WorkerAdapters
 from torchrl_vllm_sync.engine.args import STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
@@ -31,10 +32,11 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     TransferNotReadyError,
     UnsupportedArgumentError,
+    WeightMismatchError,
 )
 from torchrl_vllm_sync.replica import NOT_STAGED
 from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
-from torchrl_vllm_sync.weights.module import ParamMeta, from_json
+from torchrl_vllm_sync.weights.module import ParamMeta, from_json, metadata_digest
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 from torchrl_vllm_sync.weights.source import device_name, device_uuid
 
@@ -327,20 +329,46 @@ class SyncWorkerExtension:
         Path(self._sync_peer_file).unlink(missing_ok=True)
         self._sync_forget_encodings()
 
+    @functools.cached_property
+    def _sync_adapters(self) -> WorkerAdapters:
+        if self.vllm_config.lora_config is None:
+            raise WeightMismatchError("engines hold no adapters unless launched with enable_lora")
+        return WorkerAdapters(self.model_runner)
+
+    @answered
+    def sync_prepare_adapter(self, config: str, metadata: list[list[Any]]) -> dict[str, Any]:
+        return {"dtype": self._sync_adapters.prepare(config, from_json(metadata))}
+
+    @answered
+    def sync_put_adapter(self, *version: Any) -> dict[str, Any]:
+        """Takes a version of an adapter; no step may run meanwhile."""
+        begin = time.perf_counter()
+        self._sync_adapters.put(*version)
+        return {"seconds": time.perf_counter() - begin}
+
+    def _sync_held(self, digest: str) -> list[torch.Tensor]:
+        """What an audit of such weights compares, those of an adapter if they are that."""
+        has_adapters = self.vllm_config.lora_config is not None
+        found = self._sync_adapters.audited(digest) if has_adapters else None
+        return self._sync_receiver().audited(digest) if found is None else found
+
     @answered
     def sync_plan_audit(self, metadata: list[list[Any]]) -> dict[str, Any]:
-        return {"slices": self._sync_receiver().plan_audit(from_json(metadata))}
+        weights = from_json(metadata)
+        has_adapters = self.vllm_config.lora_config is not None
+        found = self._sync_adapters.slices(metadata_digest(weights)) if has_adapters else None
+        return {"slices": self._sync_receiver().plan_audit(weights) if found is None else found}
 
     @answered
     def sync_audit(self, digest: str) -> dict[str, Any]:
-        return {"checksums": checksums(self._sync_receiver().audited(digest))}
+        return {"checksums": checksums(self._sync_held(digest))}
 
     @answered
     def sync_audit_values(self, digest: str, rank: int, at: int, chunk: int) -> dict[str, Any]:
         """Returns some bytes of one slice, if it is this worker who is asked."""
         receiver = self._sync_receiver()
         is_asked = receiver.rank_in_replica == rank
-        return {"values": chunk_of(receiver.audited(digest)[at], chunk) if is_asked else b""}
+        return {"values": chunk_of(self._sync_held(digest)[at], chunk) if is_asked else b""}
 
     def _sync_receiver(self) -> BroadcastReceiver:
         receiver = self.weight_transfer_engine

@@ -120,6 +120,7 @@ class EngineRequest:
     sampling_params: Any  # vLLM's SamplingParams
     timeout_s: float  # seconds after which the engine ends it
     lora_request: Any = None  # vLLM's LoRARequest
+    adapter: str | None = None  # of those that were pushed; empty for the base weights alone
     min_version: int = 0  # oldest policy version to begin it under; 0 takes any
     session_id: str | int | None = None  # the conversation that it belongs to
     group_id: str | int | None = None  # the group of requests with the same prompt

@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.exceptions import RayError
@@ -20,6 +20,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, is_away, is_gone
 from torchrl_vllm_sync.replica import PushReport
+from torchrl_vllm_sync.weights.adapters import AdapterSource
 from torchrl_vllm_sync.weights.auto import TRANSPORTS
 from torchrl_vllm_sync.weights.push import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
@@ -224,6 +225,9 @@ class WeightUpdater:
             model sharded by FSDP2 calls :meth:`push_weights`, and all but the first give ``None``.
         source: What :meth:`push_weights` sends when it is given nothing: a module (plain, wrapped
             by TorchRL, or with LoRA adapters), a state dict or a TensorDict. Read at each push.
+        adapters: ``"merge"`` sends a model with LoRA adapters merged, ``"keep"`` its active adapter
+            alone, which engines keep apart, see :class:`AdapterSource`.
+        adapter: Names it in the service, with ``"keep"``; by default as in PEFT.
         transport: ``"broadcast"``, ``"ipc"``, ``"memmap"``, ``"p2p"``, a ``WeightTransport``, or
             ``"auto"``, which chooses by where trainer and engines are (``weights/auto.py``).
         timeout_s, clear_cache, mode, strict, audit, allow_nonfinite: Options of each push, see
@@ -238,6 +242,8 @@ class WeightUpdater:
         service: AsyncVLLM | LLM | None,
         source: Any = None,
         *,
+        adapters: Literal["merge", "keep"] = "merge",
+        adapter: str | None = None,
         transport: TransportName | WeightTransport = "auto",
         timeout_s: float | None = None,
         clear_cache: bool = False,
@@ -258,6 +264,11 @@ class WeightUpdater:
             audit=audit,
             allow_nonfinite=allow_nonfinite,
         )
+        if adapters not in ("merge", "keep"):
+            told = f"adapters must be 'merge' or 'keep', got {adapters!r}"
+            raise UnsupportedArgumentError(told)
+        self._keeps, self._adapter = adapters == "keep", adapter
+        self._kept: tuple[Any, AdapterSource] | None = None  # of which model
         self._is_disconnected, self._versions = False, CollectorVersions()
         self._post_hooks: list[Callable[[], Any]] = []
 
@@ -292,6 +303,10 @@ class WeightUpdater:
         weights = self.source if policy_or_weights is None else policy_or_weights
         if weights is None:
             raise UnsupportedArgumentError("push_weights has nothing to send: no source was given")
+        if self._keeps:
+            if self._kept is None or self._kept[0] is not weights:
+                self._kept = weights, AdapterSource(weights, self._adapter)
+            weights = self._kept[1]
         if self.service is None:
             if self._is_disconnected:
                 raise UnsupportedArgumentError(
@@ -394,7 +409,7 @@ class WeightUpdater:
             self._versions.announce(self.service.weight_version)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_post_hooks": [], "source": None}
+        return {**self.__dict__, "_post_hooks": [], "source": None, "_kept": None}
 
 
 def as_transport(transport: TransportName | WeightTransport) -> WeightTransport:

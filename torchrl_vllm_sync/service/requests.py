@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         min_version: int | None
         session_id: RequestKey | Sequence[RequestKey | None] | None
         group_id: RequestKey | Sequence[RequestKey | None] | None
+        adapter: str | None
 
 
 # Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``.
@@ -149,6 +150,7 @@ class Requests:
         min_version: int | None = None,
         session_id: Any = None,
         group_id: Any = None,
+        adapter: str | None = None,
         *,
         stream: bool = False,
     ) -> PreparedBatch:
@@ -162,6 +164,9 @@ class Requests:
         if lora_request is not None and not hasattr(lora_request, "lora_int_id"):
             told = f"lora_request must be a LoRARequest, for all prompts, got {shown(lora_request)}"
             raise errors.UnsupportedArgumentError(told)
+        if adapter is not None and (lora_request is not None or not isinstance(adapter, str)):
+            told = "adapter must be the name of one that was pushed, and lora_request None"
+            raise errors.UnsupportedArgumentError(f"{told}, got {shown(adapter)}")
         only = None if actor_index is None else self._replicas.at(actor_index).replica_id
         has_none = self._replicas.settings.engine_args.skip_tokenizer_init
         checked, is_batch = as_requests(
@@ -183,6 +188,7 @@ class Requests:
                 prompt=prompt,
                 sampling_params=params[at],
                 lora_request=lora_request,
+                adapter=adapter,
                 timeout_s=timeout_seconds,
                 min_version=min_version or 0,
                 session_id=sessions[at],
@@ -276,9 +282,10 @@ def _reserver(balancer: LoadBalancer, only: str | None = None) -> Reserve:
 def _routed(request: EngineRequest) -> dict[str, Any]:
     """A request's prompt, salted by its LoRA adapter as vLLM's prefix cache is."""
     lora = request.lora_request
-    if lora is None:
+    if lora is None and request.adapter is None:
         return request.prompt
-    salt = repr((lora.lora_name, lora.lora_path, request.prompt.get("cache_salt")))
+    own = (lora.lora_name, lora.lora_path) if lora is not None else request.adapter
+    salt = repr((own, request.prompt.get("cache_salt")))
     return {**request.prompt, "cache_salt": salt}
 
 

@@ -432,6 +432,7 @@ class AsyncVLLM(RLvLLMEngine):
         min_version: int | None = None,
         session_id: RequestKey | Sequence[RequestKey | None] | None = None,
         group_id: RequestKey | Sequence[RequestKey | None] | None = None,
+        adapter: str | None = None,
     ) -> Any:
         """Generates on the replicas and waits for the result; callable from any thread.
 
@@ -462,6 +463,8 @@ class AsyncVLLM(RLvLLMEngine):
                 prefix cache holds it, unless moving costs less; see :meth:`release_sessions`.
             group_id: Names prompts that are alike, such as the samples of one GRPO group, in the
                 same forms. What begins goes where its group is, unless that replica is overloaded.
+            adapter: Name of an adapter that was pushed, see :class:`AdapterSource`; by default the
+                only one, if there is one. ``""`` is the base weights alone.
 
         Returns:
             A ``RequestOutput`` for one prompt, a list of them for a batch, or with ``stream`` an
@@ -484,7 +487,7 @@ class AsyncVLLM(RLvLLMEngine):
             )
         options = lora_request, timeout_seconds, actor_index, min_version, session_id, group_id
         batch = self.requests.prepare(
-            prompts, sampling_params, prompt_token_ids, *options, stream=stream
+            prompts, sampling_params, prompt_token_ids, *options, adapter, stream=stream
         )
         if stream:
             return iterate_blocking(self.requests.stream(batch))
@@ -517,6 +520,7 @@ class AsyncVLLM(RLvLLMEngine):
         min_version: int | None = None,
         session_id: RequestKey | Sequence[RequestKey | None] | None = None,
         group_id: RequestKey | Sequence[RequestKey | None] | None = None,
+        adapter: str | None = None,
     ) -> Any:
         """:meth:`generate` for asyncio. Cancelling it ends the engines' work too.
 
@@ -524,7 +528,7 @@ class AsyncVLLM(RLvLLMEngine):
         """
         options = lora_request, timeout_seconds, actor_index, min_version, session_id, group_id
         batch = await asyncio.to_thread(  # fetches the tokenizer, encodes text
-            self.requests.prepare, prompts, sampling_params, prompt_token_ids, *options
+            self.requests.prepare, prompts, sampling_params, prompt_token_ids, *options, adapter
         )
         return await self.requests.run(
             batch, use_tqdm=use_tqdm, return_exceptions=return_exceptions
@@ -542,6 +546,7 @@ class AsyncVLLM(RLvLLMEngine):
         min_version: int | None = None,
         session_id: RequestKey | None = None,
         group_id: RequestKey | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[ServedOutput]:
         """Yields the growing outputs of one prompt: ``generate(stream=True)`` for asyncio.
 
@@ -551,9 +556,8 @@ class AsyncVLLM(RLvLLMEngine):
             prompt: One prompt, in any form that :meth:`generate` takes.
         """
         options = lora_request, timeout_seconds, actor_index, min_version, session_id, group_id
-        batch = await asyncio.to_thread(
-            self.requests.prepare, prompt, sampling_params, prompt_token_ids, *options, stream=True
-        )
+        given = prompt, sampling_params, prompt_token_ids, *options, adapter
+        batch = await asyncio.to_thread(self.requests.prepare, *given, stream=True)
         async with contextlib.aclosing(self.requests.stream(batch)) as outputs:
             async for output in outputs:
                 yield output

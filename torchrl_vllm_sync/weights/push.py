@@ -26,6 +26,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
+from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
@@ -111,6 +112,7 @@ class VersionLedger:
         self.reached = 0  # newest version that a replica took from this process
         self.attempted = 0  # newest version that this process began to send
         self.is_current = False  # whether no replica need be asked what it holds
+        self.base = 0  # newest version that brought weights, not an adapter
 
     def take_stock(self, answers: Mapping[str, Any]) -> None:
         reports = [one for one in answers.values() if isinstance(one, EngineReport)]
@@ -120,6 +122,7 @@ class VersionLedger:
         if oldest > self.committed:
             self.committed, self.run_id = oldest, None
         self.newest = max([self.committed, *(one.weight_version or 0 for one in reports)])
+        self.base = max([0, *(one.base_version or 0 for one in reports)])
         self.is_current = True
 
     def next_version(self, wanted: int | None, stored: int) -> int:
@@ -307,6 +310,7 @@ class WeightPusher:
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines, self._auditor = PushDeadlines(), Auditor(client)
         self._transport: WeightTransport = AutoTransport()
+        self._adapters = AdapterSender(lambda: self._ledger.base)
         self._lock = threading.RLock()
 
     @property
@@ -453,7 +457,7 @@ class WeightPusher:
                     if version is not None:
                         check_version("version", version)
                     given = PushOptions(**options)
-                    with self.exclusive(TURN_TIMEOUT_S):
+                    with self.exclusive(TURN_TIMEOUT_S), self._sending(source, given):
                         report, is_news = self._push(source, version, given, begin, ending)
                     announcement.outcome = ended = report
             except Exception as error:
@@ -465,6 +469,27 @@ class WeightPusher:
         if is_news and self._on_commit is not None:
             self._on_commit(report)
         return report
+
+    @contextlib.contextmanager
+    def _sending(self, source: WeightSource, options: PushOptions) -> Iterator[None]:
+        """Sends adapters their own way, whichever transport weights take."""
+        if not isinstance(source, AdapterSource):
+            yield
+            return
+        if options.mode != "keep" or options.clear_cache:
+            raise UnsupportedArgumentError(
+                "mode must be 'keep' and clear_cache False for adapters: requests in flight end "
+                f"with the version they have, got {options.mode!r} and {options.clear_cache}"
+            )
+        kept, self._transport = self._transport, self._adapters
+        try:
+            yield
+        finally:
+            self._transport = kept
+
+    def _fitted(self, source: WeightSource) -> WeightSource:
+        is_adapter = isinstance(source, AdapterSource)  # which the engines compare
+        return source if is_adapter else fit_to_model(source, self._expected())
 
     def _push(
         self,
@@ -483,7 +508,7 @@ class WeightPusher:
             with times.measure("open_s"):
                 self._client.refresh_members()
                 was_ours = stack.enter_context(self._turn(ending))  # answered meanwhile
-                source = fit_to_model(given, self._expected())
+                source = self._fitted(given)
                 check = None if options.allow_nonfinite else FiniteCheck(source)
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
@@ -529,6 +554,8 @@ class WeightPusher:
                         reports = self._audited(push, reports)
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
+                if is_news and transport is not self._adapters:
+                    ledger.base = chosen
                 may_have = reached_some(reports) or any(one.is_silent for one in reports)
                 if may_have or transport.last_version >= chosen:
                     self._pushed = {chosen: self._pushed.get(chosen, content)}
@@ -573,9 +600,11 @@ class WeightPusher:
         with contextlib.ExitStack() as ending, self.exclusive(timeout_s):
             self._client.refresh_members()
             with self._turn(ending) as was_ours:
-                source = fit_to_model(given, self._expected())
+                source = self._fitted(given)
                 was_ours()
                 self._members.choose()
+                if isinstance(given, AdapterSource):
+                    self._adapters.open(self._members, given)
                 metadata, joined = source.metadata(), self._members.incarnations
                 self._auditor.plan(joined, metadata, timeout_s)
                 found = self._auditor.compare(source, joined, timeout_s)

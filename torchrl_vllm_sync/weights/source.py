@@ -353,6 +353,8 @@ class Content:
             held = source.tensors
         elif isinstance(owner, torch.nn.Module) and not is_peft(owner):
             held = dict(owner.state_dict(keep_vars=True))
+        elif views := views_of(source):
+            held = dict(views)
         else:
             return None
         if self._is_summed:

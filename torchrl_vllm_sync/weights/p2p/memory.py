@@ -78,6 +78,11 @@ class HostMemory:
         """Returns file descriptors that another process opens it by, the receiver's own."""
         return [os.dup(self._fd)]
 
+    @property
+    def path(self) -> str:
+        """Where other processes of this user open it while this one has it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

@@ -1,0 +1,280 @@
+"""LoRA adapters beside the base weights: in a worker of vLLM, and which one a request gets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from torchrl_vllm_sync.checks import first_few
+from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.replica import LoadReport
+from torchrl_vllm_sync.weights.adapters import OF, Adapter, Room, mapped
+from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
+from torchrl_vllm_sync.weights.p2p.memory import this_node
+
+if TYPE_CHECKING:
+    from torchrl_vllm_sync.engine.answers import AdmissionGate
+    from torchrl_vllm_sync.engine.updates import Updates
+    from torchrl_vllm_sync.requests.messages import EngineRequest
+
+# Beyond what callers number their own adapters by.
+FIRST_ID = 2**30
+# Of a ``LoRARequest``, which must have a path: there is no file.
+PATH = "/torchrl_vllm_sync/"
+
+
+# ---- In a worker
+
+
+class Place(NamedTuple):
+    """Where vLLM computes with a tensor of an adapter."""
+
+    name: str  # as vLLM takes it
+    meta: ParamMeta
+    slots: torch.Tensor  # of all adapters that are active, one of which it fills from the corner on
+    part: torch.Tensor  # what of it this worker has, as a view of one without storage
+
+
+class WorkerAdapters:
+    """Adapters that a worker holds; vLLM fills its slots from them as requests need it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._manager = runner.lora_manager  # vLLM's LRUCacheWorkerLoRAManager
+        self._slots = self._manager._adapter_manager
+        self._layouts: dict[str, list[Place]] = {}
+        self._held: dict[int, tuple[list[Place], torch.Tensor]] = {}
+        self._newest: dict[str, int] = {}
+        self._load_file, self._manager._load_adapter = self._manager._load_adapter, self._load
+
+    def prepare(self, config: str, metadata: list[ParamMeta]) -> str:
+        """Refuses what vLLM cannot adapt; returns the dtype that it holds adapters in."""
+        name = metadata[0].name.partition(OF)[0]
+        try:
+            PEFTHelper.from_dict(json.loads(config)).validate_legal(self._manager.lora_config)
+        except ValueError as error:
+            raise WeightMismatchError(f"adapter {name!r}: {error}") from error
+        found = {meta: self._place(meta) for meta in metadata}
+        if bad := [f"{meta.name} {list(meta.shape)}" for meta, one in found.items() if one is None]:
+            told = f"{len(bad)} of {len(metadata)} tensors have no place in the engines' model"
+            raise WeightMismatchError(f"adapter {name!r}: {told}: {first_few(bad)}")
+        self._layouts[metadata_digest(metadata)] = [one for one in found.values() if one]
+        return dtype_name(self._manager.lora_config.lora_dtype)
+
+    def _place(self, meta: ParamMeta) -> Place | None:
+        name = meta.name.partition(OF)[2]
+        mapper = getattr(self._slots.model, "hf_to_vllm_mapper", None)
+        module_name, is_first = parse_fine_tuned_lora_name(
+            name, mapper and mapper.get_rename_mapper()
+        )
+        parents = self._slots.packed_modules.items()
+        packed = [(one, names.index(module_name)) for one, names in parents if module_name in names]
+        (parent, at) = packed[0] if packed else (module_name, 0)
+        layer = self._slots.modules.get(parent)
+        if not isinstance(layer, BaseLinearLayerWithLoRA):
+            return None
+        slots = (layer.lora_a_stacked if is_first else layer.lora_b_stacked)[at]
+        part: Any = torch.empty(meta.shape, device="meta")
+        if layer.tp_size > 1:
+            cut: Any = layer.slice_lora_a if is_first else layer.slice_lora_b
+            among = [part if one == at else None for one in range(layer.n_slices)]
+            part = cut(among)[at] if packed else cut(part)
+        fits = all(one <= room for one, room in zip(part.shape, slots.shape[2:], strict=True))
+        along = 1 if is_first else 0  # ranks may be less than the most
+        fits = fits and part.shape[along] == slots.shape[2:][along]
+        return Place(name, meta, slots, part) if fits else None
+
+    def put(self, lora_id: int, digest: str, path: str, num_bytes: int, keep: list[int]) -> None:
+        """Takes a version, beside those to keep; no step may run."""
+        for one in self._held.keys() - set(keep):
+            self._manager.remove_adapter(one)
+            del self._held[one]
+        layout = self._layouts[digest]
+        dtype, device = self._manager.lora_config.lora_dtype, self._manager.device
+        data = mapped(path, num_bytes).view(dtype).to(device)  # as it is mapped, on a CPU
+        self._held[lora_id] = layout, data
+        self._newest[layout[0].meta.name.partition(OF)[0]] = lora_id
+        if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
+            self._activate(lora_id)
+
+    def _activate(self, lora_id: int) -> None:
+        self._manager.add_adapter(LoRARequest(str(lora_id), lora_id, PATH))
+
+    def _load(self, request: LoRARequest) -> LoRAModel:
+        """What vLLM asks for when a request's adapter is not in its cache."""
+        if (found := self._held.get(request.lora_int_id)) is None:
+            return self._load_file(request)
+        layout, data = found
+        metas = [one.meta for one in layout]
+        parts = data.split([meta.num_elements for meta in metas])
+        tensors = {
+            one.name: part.view(meta.shape)
+            for one, meta, part in zip(layout, metas, parts, strict=True)
+        }
+        rank = max(min(meta.shape) for meta in metas)
+        # They are scaled already.
+        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+        mapper = getattr(self._slots.model, "hf_to_vllm_mapper", None)
+        return LoRAModel.from_lora_tensors(
+            request.lora_int_id,
+            tensors,
+            helper,
+            device=str(data.device),
+            dtype=data.dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+
+    def slices(self, digest: str) -> list[list[Any]] | None:
+        """What of each tensor this worker computes with, for an audit; ``None`` of others."""
+        if (layout := self._layouts.get(digest)) is None:
+            return None
+        dtype = dtype_name(self._manager.lora_config.lora_dtype)
+        parts = [(one.meta.name, one.part) for one in layout]
+        return [
+            [name, one.storage_offset(), [*one.shape], [*one.stride()], dtype, ""]
+            for name, one in parts
+        ]
+
+    def audited(self, digest: str) -> list[torch.Tensor] | None:
+        """Those parts, of the newest version."""
+        if digest not in self._layouts:
+            return None
+        name = self._layouts[digest][0].meta.name.partition(OF)[0]
+        if (lora_id := self._newest.get(name)) is None:
+            raise TransferError(f"adapter {name!r} is not there")
+        self._activate(lora_id)
+        at = self._slots.lora_index_to_id.index(lora_id)
+        return [
+            one.slots[at, 0, : one.part.shape[0], : one.part.shape[1]]
+            for one in self._layouts[digest]
+        ]
+
+
+# ---- In the actor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One version of an adapter that all workers hold."""
+
+    adapter: Adapter
+    request: LoRARequest
+    path: str
+    data: torch.Tensor  # its bytes, as mapped as in the workers
+    room: Room | None  # if they came by value
+
+
+class Adapters:
+    """The adapters of one engine, by name, oldest version first."""
+
+    def __init__(self, updates: Updates, gate: AdmissionGate) -> None:
+        self._updates, self._gate = updates, gate
+        self._held: dict[str, list[Held]] = {}
+        self._ids = itertools.count(FIRST_ID)
+        self._prepared: dict[str, str] = {}  # by digest the dtype
+
+    def choose(self, request: EngineRequest) -> Held | None:
+        """The version that a request, which enters the engine now, is answered with."""
+        name, known = request.adapter, sorted(self._held)
+        if name == "" or request.lora_request is not None or (name is None and not known):
+            return None
+        if name is None and len(known) > 1:
+            raise UnsupportedArgumentError(f"adapter must be one of {known}, got none")
+        name = known[0] if name is None else name
+        if name not in self._held:
+            raise UnsupportedArgumentError(f"adapter must be one of {known}, got {name!r}")
+        # A lost replica's answer goes on with the version that it began with, if that is here.
+        former = request.begun.spans[-1].version if request.begun else -1
+        versions = self._held[name]
+        return next((one for one in versions if one.adapter.version == former), versions[-1])
+
+    async def prepare_adapter(
+        self, config: str, metadata: list[list[Any]], *, timeout_s: float
+    ) -> dict[str, str]:
+        """Returns in which dtype engines hold such an adapter, and the node they are on."""
+        async with self._updates.exclusive(timeout_s) as deadline:
+            dtype = await self._prepare(config, metadata, deadline.left_s)
+        return {"dtype": dtype, "node": this_node()}
+
+    async def _prepare(self, config: str, metadata: list[list[Any]], timeout_s: float) -> str:
+        call = "sync_prepare_adapter", config, metadata
+        answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="preparing")
+        return answers[0]["dtype"]
+
+    async def put_adapter(self, adapter: Adapter, data: Any, *, timeout_s: float) -> dict[str, Any]:
+        """Takes a version for requests that come from now on; ``data`` are bytes, or their path."""
+        updates, report = self._updates, LoadReport(version=adapter.version, loaded=False)
+        async with updates.exclusive(timeout_s) as deadline:
+            if not self._has(adapter):
+                updates.refuse_older(adapter.version)
+                updates.refuse_foreign(adapter.version, adapter.run_id)
+                updates.require_weights()
+                updates.require_base(adapter.base)
+                report = await self._add(adapter, data, deadline.left_s)
+            await updates.advance(adapter.version, adapter.run_id)
+        paths = [one.path for versions in self._held.values() for one in versions]
+        return {"report": asdict(report), "paths": paths}
+
+    def _has(self, adapter: Adapter) -> bool:
+        newest = self._held.get(adapter.name, [None])[-1]
+        stamp = adapter.version, adapter.run_id
+        return newest is not None and (newest.adapter.version, newest.adapter.run_id) == stamp
+
+    async def _add(self, adapter: Adapter, data: Any, timeout_s: float) -> LoadReport:
+        begin, room, lora_id = time.time(), None, next(self._ids)
+        if not isinstance(data, str):
+            room = await asyncio.to_thread(_room_for, data)
+        path = data if room is None else room.path
+        # vLLM keys cached prefixes by an adapter's name and path.
+        request = LoRARequest(f"{adapter.name}@{adapter.version}", lora_id, f"{PATH}{lora_id}")
+        new = Held(adapter, request, path, mapped(path, adapter.num_bytes), room)
+        versions = [*self._held.get(adapter.name, ()), new]
+        used = {one.adapter for one in self._gate.running.values()}
+        old = [one for one in versions[: -adapter.max_versions] if one in used]
+        held = {**self._held, adapter.name: old + versions[-adapter.max_versions :]}
+        keep = [one.request.lora_int_id for some in held.values() for one in some]
+        digest = metadata_digest(from_json(adapter.metadata))
+        call = "sync_put_adapter", lora_id, digest, path, adapter.num_bytes, keep
+        answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="an adapter")
+        self._held = held
+        seconds = max(one["seconds"] for one in answers)
+        times = {"load_s": seconds, "whole_pause_s": seconds, "began_at": begin}
+        about = {"num_tensors": len(adapter.metadata), "attempts": 1, "path": "adapter"}
+        return LoadReport(version=adapter.version, **times, **about)
+
+    async def give_adapters(self, *, timeout_s: float) -> dict[str, Any]:
+        """The newest version of each, by value, and what they belong to, for another replica."""
+        updates = self._updates
+        async with updates.exclusive(timeout_s):
+            newest = [versions[-1] for versions in self._held.values()]
+            stamp = {"version": updates.version, "run_id": updates.run_id, "base": self._gate.base}
+            return {**stamp, "adapters": [(one.adapter, one.data.numpy()) for one in newest]}
+
+    async def take_adapters(self, given: dict[str, Any], *, timeout_s: float) -> int:
+        """Takes what another replica gave; returns the version of this one's base weights."""
+        updates = self._updates
+        async with updates.exclusive(timeout_s) as deadline:
+            for adapter, data in given["adapters"]:
+                if not self._has(adapter):
+                    await self._prepare(adapter.config, adapter.metadata, deadline.left_s)
+                    await self._add(adapter, data, deadline.left_s)
+            if updates.whole and self._gate.base == given["base"]:
+                updates.refuse_older(given["version"])
+                await updates.advance(given["version"], given["run_id"])
+        return self._gate.base
+
+
+def _room_for(data: Any) -> Room:
+    room = Room(data.size)
+    room.data.numpy()[:] = data
+    return room
