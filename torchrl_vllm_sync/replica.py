@@ -216,6 +216,7 @@ class EngineReport:
     state: ReplicaState  # held by the engine actor
     weight_version: int | None = None  # policy version of its weights
     base_version: int | None = None  # of those without adapters
+    adapters: dict[str, int] | None = None  # name to version of the newest of each
     num_unfinished: int | None = None  # requests inside the engine, exact when it reported
     # From the scheduler's last statistics: its running batch, its queue, and the share of KV-cache
     # blocks in use, 0 to 1; and how old these were when it reported.

@@ -287,6 +287,7 @@ class EngineActor:
         if self._started:
             figures["weight_version"] = self._updates.version
             figures["base_version"] = self._updates.base
+            figures["adapters"] = self._adapters.newest()
             figures["num_unfinished"] = self.get_num_unfinished_requests()
             figures |= {"counters": self._stats.counters(), **self._stats.latencies()}
         return EngineReport(

@@ -198,6 +198,9 @@ class Adapters:
         versions = self._held[name]
         return next((one for one in versions if one.adapter.version == former), versions[-1])
 
+    def newest(self) -> dict[str, int]:
+        return {name: versions[-1].adapter.version for name, versions in self._held.items()}
+
     async def prepare_adapter(
         self, config: str, metadata: list[list[Any]], *, timeout_s: float
     ) -> dict[str, str]:

@@ -666,6 +666,25 @@ class WeightPusher:
         calls = self._client.start_calls("report", dict.fromkeys(asked, ()))
         return calls.answers(STOCK_TIMEOUT_S)
 
+    def _ask(
+        self, names: Collection[str], method: str, *args: Any, limit_s: float
+    ) -> dict[str, Any]:
+        return ask(self._client, method, dict.fromkeys(names, args), limit_s) if names else {}
+
+    def _given_adapters(
+        self, givers: Sequence[str], version: int, deadline: Deadline
+    ) -> dict[str, Any] | None:
+        """The newest adapters beside ``version``, from a replica that serves it, or sent from here.
+
+        ``None`` if there are none.
+        """
+        for name in givers:
+            told = self._ask([name], "give_adapters", limit_s=deadline.left_s).get(name)
+            if isinstance(told, dict) and told["version"] == version:
+                return told if told["adapters"] else None
+        own = {"version": version, "run_id": self._ledger.run_id, "base": self._ledger.base}
+        return {**own, "adapters": found} if (found := self._adapters.newest()) else None
+
     def catch_up(self, replica_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Brings single replicas to the newest version that others serve; returns who failed.
 
@@ -681,16 +700,29 @@ class WeightPusher:
             version = max([self._ledger.reached, *served.values()])
             if version == 0:
                 return {}
-            transport, answers = self.transport, {}
+            transport, answers = self.transport, dict[str, Any]()
             left = [one for one in replica_ids if one not in silent]
             givers = [n for n, held in served.items() if held == version]
-            is_stored = version == self._ledger.reached == transport.last_version
-            if isinstance(transport, MemmapTransport) and is_stored:
+            holders = [n.replica_id for n in reports if n.adapters and n.replica_id in givers]
+            reached, adapters = self._ledger.reached, None
+            if holders or not givers:
+                adapters = self._given_adapters(holders, version, deadline)
+            if adapters is not None:
+                answers = self._ask(left, "take_adapters", adapters, limit_s=deadline.left_s)
+                version = adapters["base"]
+                reached, behind = min(reached, version), answers.keys() - failed(answers).keys()
+                left = [name for name in left if name in behind and answers[name] != version]
+            is_stored = version == reached == transport.last_version
+            if left and isinstance(transport, MemmapTransport) and is_stored:
                 own = {"directory": str(transport.directory), "run_id": transport.run_id}
-                answers = load_snapshot(self._client, left, own, version, deadline.left_s)
+                answers |= load_snapshot(self._client, left, own, version, deadline.left_s)
                 left = failed(answers)
             if left and (givers or not answers):  # such as on a node that the store is not on
                 answers |= catch_up_from_others(self._client, left, givers, version, deadline)
+            if adapters is not None:  # they count once the weights are those that they add to
+                whole = [name for name in replica_ids if name in answers.keys() - failed(answers)]
+                told = {**adapters, "adapters": []}
+                answers |= self._ask(whole, "take_adapters", told, limit_s=deadline.left_s)
             failures = silent | failed(answers)
             for name in answers.keys() - failures.keys():  # these have done something
                 self._members.silent.pop(name, None)
