@@ -1,6 +1,7 @@
 """Receivers that go wrong on purpose: what a twin must notice, and what a push must survive."""
 
 import asyncio
+import gc
 import itertools
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import ray
 import torch
 
@@ -17,6 +19,7 @@ from torchrl_vllm_sync.engine import internals, receiver
 from torchrl_vllm_sync.engine import plan as plans
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+from torchrl_vllm_sync.weights.adapters import Room
 from torchrl_vllm_sync.weights.audit import checksum
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -30,6 +33,22 @@ def engine_core_pid(actor):
 
 def own_children(_=None):
     return [child.pid for child in multiprocessing.active_children()]
+
+
+def memory_files(_):
+    """How often each process of a replica has memory for weights open, or mapped."""
+    gc.collect()
+    found = []
+    for one in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        process = Path("/proc") / str(one.pid)
+        opened = [os.readlink(one) for one in (process / "fd").iterdir() if one.is_symlink()]
+        found.append([*opened, (process / "maps").read_text()])
+    return [sum(text.count("/memfd:weights") for text in one) for one in found]
+
+
+def num_loras_in_use(replica):
+    """How many adapters vLLM's requests have."""
+    return len(internals.loras_in_use(replica.engine))
 
 
 class PacedWorker(SyncWorkerExtension):
@@ -47,6 +66,26 @@ class PacedWorker(SyncWorkerExtension):
             return step(*args, **kwargs)
 
         self.model_runner.execute_model = paced
+
+
+class AdapterWorker(PacedWorker):
+    """A worker whose adapters can be counted, come late, or come as zeros."""
+
+    _lost, _loses, _delay_s = None, False, 0.0
+
+    def sync_count_adapters(self):
+        own = self._sync_adapters
+        return len(own._held), len(own._manager.list_adapters())
+
+    def sync_spoil_adapters(self, loses=False, delay_s=0.0):
+        self._loses, self._delay_s = loses, delay_s
+
+    def sync_put_adapter(self, lora_id, digest, place, num_bytes, keep):
+        time.sleep(self._delay_s)
+        if self._loses:
+            self._lost = Room(num_bytes)
+            place = self._lost.place
+        return super().sync_put_adapter(lora_id, digest, place, num_bytes, keep)
 
 
 class FaultyWorker(PacedWorker):

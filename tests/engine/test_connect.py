@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
 from tests.engine.requests import eventually, sampling, token_ids
-from torchrl_vllm_sync import AsyncVLLM, ReplicaState
+from torchrl_vllm_sync import AdapterSource, AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.engine.remote import connected_args, look_at
 from torchrl_vllm_sync.errors import GenerationError, ServerError, TransferError
 from torchrl_vllm_sync.requests.background import run_blocking
@@ -247,6 +248,9 @@ def test_what_a_server_cannot_do_is_said_by_name(connected, trained, servers):
         connected.use_transfer_engine("nccl")
     with pytest.raises(GenerationError, match="prompt_logprobs"):
         connected.generate([1, 2, 3], sampling(prompt_logprobs=0))
+    adapted = get_peft_model(trained, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ServerError, match=f"{servers[0].address}.*sync_prepare_adapter"):
+        connected.push_weights(AdapterSource(adapted))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torchrl.weight_update.llm import get_model_metadata
 from vllm import LLM, SamplingParams
 
@@ -133,6 +134,13 @@ def test_without_a_choice_it_is_memmap(llm, model):
     assert updater.push_weights().transport == "memmap"
     assert distance(llm, model) < TOLERANCE
     updater.service.close()
+
+
+def test_adapters_are_refused(llm, model):
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    updater = WeightUpdater(llm, source=adapted, adapters="keep")
+    with pytest.raises(UnsupportedArgumentError, match=r"merged for a vllm\.LLM"):
+        updater.push_weights()
 
 
 def test_an_llm_without_the_extension_is_refused(llm, monkeypatch):

@@ -8,11 +8,12 @@ from subprocess import PIPE
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import MemmapTransport
+from torchrl_vllm_sync import AdapterSource, MemmapTransport
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     UnsupportedArgumentError,
@@ -51,6 +52,15 @@ def test_one_step_of_an_optimizer_is_far_above_the_tolerance(pushed):
     assert distance(service, model, 0) > 5 * TOLERANCE
     with pytest.raises(AssertionError, match="replica 0 differs by"):
         assert_holds(service, model)
+
+
+def test_adapters_are_refused_by_engines_that_hold_none(pushed):
+    service, model = pushed
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(WeightMismatchError, match="launched with enable_lora"):
+        service.push_weights(AdapterSource(adapted))
+    service.push_weights(model)
+    assert_holds(service, model)
 
 
 FORMS = {

@@ -419,7 +419,7 @@ class ByGroup(CannedService):
     def generate(self, *args, **kwargs):
         raise AssertionError("groups are awaited")
 
-    async def agenerate(self, *, prompt_token_ids, sampling_params, group_id):
+    async def agenerate(self, *, prompt_token_ids, sampling_params, group_id, adapter):
         assert len({*map(tuple, prompt_token_ids)}) == 1
         at = number(TOKENIZER.decode(prompt_token_ids[0]))
         self.sent.append(at)

@@ -94,14 +94,14 @@ class WorkerAdapters:
         fits = fits and part.shape[along] == slots.shape[2:][along]
         return Place(name, meta, slots, part) if fits else None
 
-    def put(self, lora_id: int, digest: str, path: str, num_bytes: int, keep: list[int]) -> None:
+    def put(self, lora_id: int, digest: str, place: Any, num_bytes: int, keep: list[int]) -> None:
         """Takes a version, beside those to keep; no step may run."""
         for one in self._held.keys() - set(keep):
             self._manager.remove_adapter(one)
             del self._held[one]
         layout = self._layouts[digest]
         dtype, device = self._manager.lora_config.lora_dtype, self._manager.device
-        data = mapped(path, num_bytes).view(dtype).to(device)  # as it is mapped, on a CPU
+        data = mapped(place, num_bytes).view(dtype).to(device)  # as it is mapped, on a CPU
         self._held[lora_id] = layout, data
         self._newest[layout[0].meta.name.partition(OF)[0]] = lora_id
         if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
@@ -169,9 +169,7 @@ class Held:
 
     adapter: Adapter
     request: LoRARequest
-    path: str
-    data: torch.Tensor  # its bytes, as mapped as in the workers
-    room: Room | None  # if they came by value
+    data: torch.Tensor  # its bytes, mapped as in the workers
 
 
 class Adapters:
@@ -181,7 +179,7 @@ class Adapters:
         self._updates, self._gate = updates, gate
         self._held: dict[str, list[Held]] = {}
         self._ids = itertools.count(FIRST_ID)
-        self._prepared: dict[str, str] = {}  # by digest the dtype
+        updates.drop_adapter = self._drop
 
     def choose(self, request: EngineRequest) -> Held | None:
         """The version that a request, which enters the engine now, is answered with."""
@@ -197,6 +195,13 @@ class Adapters:
         former = request.begun.spans[-1].version if request.begun else -1
         versions = self._held[name]
         return next((one for one in versions if one.adapter.version == former), versions[-1])
+
+    def _drop(self, version: int) -> None:
+        kept = {
+            name: [one for one in versions if one.adapter.version != version]
+            for name, versions in self._held.items()
+        }
+        self._held = {name: versions for name, versions in kept.items() if versions}
 
     def newest(self) -> dict[str, int]:
         return {name: versions[-1].adapter.version for name, versions in self._held.items()}
@@ -215,7 +220,7 @@ class Adapters:
         return answers[0]["dtype"]
 
     async def put_adapter(self, adapter: Adapter, data: Any, *, timeout_s: float) -> dict[str, Any]:
-        """Takes a version for requests that come from now on; ``data`` are bytes, or their path."""
+        """Takes a version for requests to come; ``data`` are its bytes, or where they are."""
         updates, report = self._updates, LoadReport(version=adapter.version, loaded=False)
         async with updates.exclusive(timeout_s) as deadline:
             if not self._has(adapter):
@@ -225,8 +230,7 @@ class Adapters:
                 updates.require_base(adapter.base)
                 report = await self._add(adapter, data, deadline.left_s)
             await updates.advance(adapter.version, adapter.run_id)
-        paths = [one.path for versions in self._held.values() for one in versions]
-        return {"report": asdict(report), "paths": paths}
+        return asdict(report)
 
     def _has(self, adapter: Adapter) -> bool:
         newest = self._held.get(adapter.name, [None])[-1]
@@ -234,22 +238,26 @@ class Adapters:
         return newest is not None and (newest.adapter.version, newest.adapter.run_id) == stamp
 
     async def _add(self, adapter: Adapter, data: Any, timeout_s: float) -> LoadReport:
-        begin, room, lora_id = time.time(), None, next(self._ids)
-        if not isinstance(data, str):
-            room = await asyncio.to_thread(_room_for, data)
-        path = data if room is None else room.path
+        begin, lora_id, num_bytes = time.time(), next(self._ids), adapter.num_bytes
+        room = None if isinstance(data, tuple) else await asyncio.to_thread(_room_for, data)
+        place = data if room is None else room.place
         # vLLM keys cached prefixes by an adapter's name and path.
         request = LoRARequest(f"{adapter.name}@{adapter.version}", lora_id, f"{PATH}{lora_id}")
-        new = Held(adapter, request, path, mapped(path, adapter.num_bytes), room)
-        versions = [*self._held.get(adapter.name, ()), new]
-        used = {one.adapter for one in self._gate.running.values()}
-        old = [one for one in versions[: -adapter.max_versions] if one in used]
-        held = {**self._held, adapter.name: old + versions[-adapter.max_versions :]}
-        keep = [one.request.lora_int_id for some in held.values() for one in some]
+        new = Held(adapter, request, mapped(place, num_bytes))
+        # Requests that enter from here on choose among those that stay.
+        used = self._updates.loras_in_use() | {
+            one.adapter.request.lora_int_id for one in self._gate.running.values() if one.adapter
+        }
+        if versions := self._held.get(adapter.name):
+            newest = versions[1 - adapter.max_versions :]
+            self._held[adapter.name] = [
+                one for one in versions if one in newest or one.request.lora_int_id in used
+            ]
+        keep = [one.request.lora_int_id for some in self._held.values() for one in some]
         digest = metadata_digest(from_json(adapter.metadata))
-        call = "sync_put_adapter", lora_id, digest, path, adapter.num_bytes, keep
+        call = "sync_put_adapter", lora_id, digest, place, num_bytes, keep
         answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="an adapter")
-        self._held = held
+        self._held.setdefault(adapter.name, []).append(new)
         seconds = max(one["seconds"] for one in answers)
         times = {"load_s": seconds, "whole_pause_s": seconds, "began_at": begin}
         about = {"num_tensors": len(adapter.metadata), "attempts": 1, "path": "adapter"}

@@ -304,6 +304,12 @@ async def call_workers(
     return [answer for of_one_engine in await asyncio.gather(*calls) for answer in of_one_engine]
 
 
+def loras_in_use(engine: AsyncLLM) -> set[int]:
+    """Ids of the adapters of requests that its core may hold: those leave here behind it."""
+    states = engine.output_processor.request_states.values()
+    return {one.lora_request.lora_int_id for one in states if one.lora_request is not None}
+
+
 def knows_its_steps(engine: AsyncLLM) -> bool:
     """Whether it is known which tokens come of steps that workers began before a call."""
     # All workers come to a call behind the steps that the core has begun, of which one at most

@@ -90,6 +90,8 @@ class Updates:
         self.num_waiting = 0  # updates that wait for the one under way
         self._engine, self._gate = engine, gate
         self._lock = asyncio.Lock()
+        # Drops what came as a version of an adapter and is not to be served.
+        self.drop_adapter: Callable[[int], object] = lambda _: None
         self._floor = self._repeats = 0
         self._drains = self._was_admitted = False
         # Trainer and sender of the last push that began; sender and number of one under way.
@@ -232,6 +234,9 @@ class Updates:
         answers = await self.call_workers(method, *args, timeout_s=timeout_s, what=what)
         self.raise_failures(answers)
         return answers
+
+    def loras_in_use(self) -> set[int]:
+        return internals.loras_in_use(self._engine)
 
     async def probe_workers(self) -> None:
         await self.call_workers("sync_staging_refusal", timeout_s=60.0, what="a sign of life")
@@ -419,7 +424,10 @@ class Updates:
         self._floor = max(self._floor, version)
         # Another run's version of the same number would be taken for this one: it must load anew.
         foreign = self.version == version and run_id not in (None, self.run_id)
-        self.whole = self.whole and not foreign
+        if foreign and version != self.base:
+            self.drop_adapter(version)
+        else:
+            self.whole = self.whole and not foreign
         if (foreign or self.version < self._floor) and self._gate.state.admits_requests:
             other = " of this run" if foreign else ""
             self.set_state(ReplicaState.STALE, f"it did not reach version {self._floor}{other}")

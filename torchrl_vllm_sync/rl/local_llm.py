@@ -164,6 +164,9 @@ class _LocalReplica(EngineActor):
     def describe(self) -> EngineDescription:
         return self._description(LOCAL_ADDRESS, None)
 
+    async def prepare_adapter(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedArgumentError("adapters must be merged for a vllm.LLM")
+
     def _stamp(self, output: RequestOutput) -> None:
         """Has an output of ``LLM.generate`` say which versions sampled it, as a service's do."""
         followed = self._gate.samples

@@ -152,6 +152,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         return_sampling_mask: Rows say which tokens could be sampled, for ``TrainerPolicy`` to leave
             out the others. Needs a ``top_k`` and engines that report processed log-probabilities;
             each token brings ``top_k + 8`` of them.
+        adapter: Name of the adapter that answers, as ``AsyncVLLM.generate`` takes it.
         allow: Names of settings that are not refused. Each is warned of once and noted in the rows.
         **kwargs: Everything else of TorchRL's wrapper.
 
@@ -175,6 +176,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         find_sessions: bool = True,
         trainer: Any = None,
         return_sampling_mask: bool = False,
+        adapter: str | None = None,
         allow: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -199,7 +201,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
                 self.out_keys.append(keys.TURNS)
             if getattr(model.engine_args, "enable_return_routed_experts", False):
                 self.out_keys.append(keys.ROUTED_EXPERTS[0])
-        self.find_sessions = find_sessions
+        self.find_sessions, self.adapter = find_sessions, adapter
         self._finder, self._seeds = turns.ConversationFinder(), _Seeds()
         self._set_guards(trainer, return_sampling_mask, allow)
         self._knows_tokenizer = self.tokenizer is None or self.input_mode == "tokens"
@@ -211,10 +213,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             **kwargs: Arguments of the constructor that differ.
         """
         find_sessions = kwargs.pop("find_sessions", self.find_sessions)
+        adapter = kwargs.pop("adapter", self.adapter)
         names = "trainer", "return_sampling_mask", "allow"
         guarded = [kwargs.pop(name, getattr(self, name)) for name in names]
         other: vLLMWrapper = super().get_new_version(**kwargs)
-        other.find_sessions = find_sessions
+        other.find_sessions, other.adapter = find_sessions, adapter
         other._set_guards(*guarded)
         return other
 
@@ -251,6 +254,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
     def _call_generate(self, *args: Any, **kwargs: Any) -> Any:
         self._check_tokenizer()
+        kwargs["adapter"] = self.adapter
         kwargs.setdefault("use_tqdm", False)  # the loop that collects has its own bar
         prompts = args[0] if args else kwargs["prompt_token_ids"]
         if isinstance(prompts, list):
@@ -359,7 +363,10 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         params = (self._seeds.of(judged, num_rows) for _ in ids)
         return [
             self.model.agenerate(
-                prompt_token_ids=[one] * num_rows, sampling_params=own, group_id=name
+                prompt_token_ids=[one] * num_rows,
+                sampling_params=own,
+                group_id=name,
+                adapter=self.adapter,
             )
             for one, name, own in zip(ids, names, params, strict=True)
         ]

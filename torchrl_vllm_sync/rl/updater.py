@@ -332,6 +332,7 @@ class WeightUpdater:
     def _take_part(self, weights: Any) -> PushReport:
         """Sends a sharded model with the rank that pushes it, and returns that rank's report."""
         source = as_weight_source(weights)
+        source = source.sharded if isinstance(source, AdapterSource) else source
         if not isinstance(source, ShardedModuleSource) or source.leads:
             raise UnsupportedArgumentError(
                 "service may be None only on ranks of a sharded model other than its first"

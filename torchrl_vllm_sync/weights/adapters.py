@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import time
 import uuid
 import weakref
@@ -12,20 +14,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_vllm_sync.checks import check_integer, first_few
-from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.errors import (
+    ServerError,
+    TransferError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
 from torchrl_vllm_sync.weights.module import (
     ParamMeta,
     base_model,
+    checked,
     is_peft,
+    metadata_digest,
     to_json,
     unwrap,
-    whole,
 )
 from torchrl_vllm_sync.weights.p2p.memory import HostMemory, this_node
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.transport import ask, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push
@@ -52,7 +61,8 @@ class AdapterSource:
     Args:
         module: The PEFT model, in any wrapper that ``push_weights`` takes.
         name: Names the adapter in the service, where there may be several; by default as in PEFT.
-        max_versions: Versions that engines keep, besides those that requests in flight use.
+        max_versions: Versions that engines keep, besides those that requests in flight use; at
+            least the one that serves, and the one that comes.
 
     Raises:
         UnsupportedArgumentError: ``module`` is no such model.
@@ -65,7 +75,7 @@ class AdapterSource:
         from peft.tuners.lora import LoraLayer
 
         self.owner: Any = unwrap(module)
-        check_integer("max_versions", max_versions, 1)
+        check_integer("max_versions", max_versions, 2)
         self.max_versions = max_versions
         if not is_peft(self.owner):
             kind = type(self.owner).__name__
@@ -95,6 +105,12 @@ class AdapterSource:
             )
         self._adapter, self._metadata = adapter, list[ParamMeta]()
         self.config = json.dumps(config, default=sorted)
+        # Under FSDP2 every rank gathers it, as it would the model.
+        self.sharded = (
+            ShardedModuleSource(self.owner, only=lambda: dict(self.views()))
+            if is_sharded(self.owner)
+            else None
+        )
 
     def views(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the parameters that are read."""
@@ -114,11 +130,10 @@ class AdapterSource:
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the matrices, the second of each layer times what PEFT scales it by."""
-        scales = (layer.scaling[self._adapter] for layer in self._layers.values())
-        pairs = iter(self.views())
-        for scale, (first, a), (second, b) in zip(scales, pairs, pairs, strict=True):
-            yield first, whole(a)
-            yield second, whole(b) if scale == 1 else whole(b) * scale
+        scales = ((1, layer.scaling[self._adapter]) for layer in self._layers.values())
+        tensors = zip(itertools.chain(*scales), self.sharded or self.views(), strict=True)
+        for scale, (name, one) in tensors:
+            yield name, one.detach() if scale == 1 else one.detach() * scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +151,25 @@ class Adapter:
 
 
 class Room:
-    """Memory that every process of this node maps by its path, while anybody does."""
+    """Memory of one version, which other processes of this node map while this object is there."""
 
     def __init__(self, num_bytes: int) -> None:
         memory = HostMemory(num_bytes)
-        self._end = weakref.finalize(self, memory.close)
-        self.path = memory.path
-        self.data = mapped(self.path, num_bytes, writes=True)
+        weakref.finalize(self, memory.close)
+        self.place = memory.path, os.stat(memory.path).st_ino
+        self.data = mapped(self.place, num_bytes, writes=True)
 
 
-def mapped(path: str, num_bytes: int, *, writes: bool = False) -> torch.Tensor:
-    """The bytes of such memory, which stay as they are while anybody maps them."""
-    return torch.from_file(path, shared=writes, size=num_bytes, dtype=torch.uint8)
+def mapped(place: tuple[str, int], num_bytes: int, *, writes: bool = False) -> torch.Tensor:
+    """The bytes of such memory, which are there as long as anybody has mapped them."""
+    path, inode = place
+    try:
+        data = torch.from_file(path, shared=writes, size=num_bytes, dtype=torch.uint8)
+        if os.stat(path).st_ino == inode:  # else another has got its number since
+            return data
+    except (OSError, RuntimeError) as error:
+        raise TransferError(f"an adapter cannot be mapped: {error}") from error
+    raise TransferError("an adapter cannot be mapped: its trainer has let go of it")
 
 
 class AdapterSender:
@@ -157,42 +179,47 @@ class AdapterSender:
 
     def __init__(self, base: Callable[[], int]) -> None:
         self.run_id, self._base = uuid.uuid4().hex, base
-        # By replica: its incarnation and what it was asked about, and what it said.
-        self._known: dict[str, tuple[Any, ...]] = {}
-        self._facts: dict[str, dict[str, str]] = {}
-        self._rooms: list[Room] = []  # which replicas may hold versions in
-        self._free: list[Room] = []
+        # What a replica's actor said to being asked for an adapter of such a kind.
+        self._known: dict[tuple[str, str, str], dict[str, str]] = {}
         # Of each adapter the newest version, for replicas that restart while no other serves.
         self._newest: dict[str, tuple[Adapter, Room]] = {}
+
+    def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
+        """Replicas that may lack an adapter: they came since one was sent, or missed a push."""
+        asked = {incarnation for incarnation, *_ in self._known}
+        return [n for n, one in incarnations.items() if asked and (one not in asked or n in missed)]
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Asks replicas whether they can hold such an adapter; raises if their model cannot."""
         if not isinstance(source, AdapterSource):
             return
-        asked = source.config, to_json(source.metadata())
-        known = {name: (one, *asked) for name, one in members.incarnations.items()}
-        if new := {name: one for name, one in known.items() if self._known.get(name) != one}:
-            answers = ask(
-                members.client, "prepare_adapter", dict.fromkeys(new, asked), PREPARE_TIMEOUT_S
-            )
+        members.choose(members.silent)
+        kind = source.config, metadata_digest(source.metadata())
+        new = {n: one for n, one in members.incarnations.items() if (one, *kind) not in self._known}
+        if new:
+            asked = source.config, to_json(source.metadata())
+            calls = dict.fromkeys(new, asked)
+            answers = ask(members.client, "prepare_adapter", calls, PREPARE_TIMEOUT_S)
             for one in answers.values():
-                if isinstance(one, WeightMismatchError):
+                if isinstance(one, (UnsupportedArgumentError, WeightMismatchError, ServerError)):
                     raise one
             members.drop(failed(answers))
-            good = answers.keys() - failed(answers).keys()
-            self._known |= {name: new[name] for name in good}
-            self._facts |= {name: answers[name] for name in good}
+            for name in answers.keys() - failed(answers).keys():
+                self._known[(new[name], *kind)] = answers[name]
         if not members.incarnations:
             raise TransferError(f"no replica can be reached: {members.missing}")
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         source, begin = push.source, time.perf_counter()
         assert isinstance(source, AdapterSource)
-        facts = {name: self._facts[name] for name in members.incarnations}
+        metadata = source.metadata()
+        kind = source.config, metadata_digest(metadata)
+        facts = {name: self._known[(one, *kind)] for name, one in members.incarnations.items()}
         (dtype,) = {getattr(torch, one["dtype"]) for one in facts.values()}
-        bytes_of = torch.cat([one.reshape(-1).to(dtype) for _, one in source]).view(torch.uint8)
+        tensors = (one for _, one in checked(source, metadata))
+        bytes_of = torch.cat([one.reshape(-1).to(dtype) for one in tensors]).view(torch.uint8)
         push.confirm()
-        room = self._room(bytes_of.numel())
+        room = Room(bytes_of.numel())
         room.data.copy_(bytes_of)
         push.times.note("copy_s", begin)
         adapter = Adapter(
@@ -202,36 +229,24 @@ class AdapterSender:
             base=self._base(),
             max_versions=source.max_versions,
             config=source.config,
-            metadata=to_json(source.metadata()),
+            metadata=to_json(metadata),
             num_bytes=bytes_of.numel(),
         )
-        self._newest[source.name] = adapter, room
         here, value = this_node(), None
         if any(one["node"] != here for one in facts.values()):
             import ray
 
             value = ray.put(room.data.numpy())
         calls = {
-            name: (adapter, room.path if one["node"] == here else value)
+            name: (adapter, room.place if one["node"] == here else value)
             for name, one in facts.items()
         }
         begin = time.perf_counter()
         answers = ask(members.client, "put_adapter", calls, push.timeout_s)
         push.times.note("send_s", begin)
-        held = {path for one in answers.values() if isinstance(one, dict) for path in one["paths"]}
-        if failed(answers):  # they may yet map a room that others have left
-            self._rooms = []
-        self._free += [one for one in self._rooms if one.path not in held]
-        self._rooms = [one for one in self._rooms if one.path in held]
-        return {n: one["report"] if isinstance(one, dict) else one for n, one in answers.items()}
-
-    def _room(self, num_bytes: int) -> Room:
-        """Room that no replica holds a version in, as it was used before if it can be."""
-        fitting = [one for one in self._free if one.data.numel() == num_bytes]
-        room = fitting[0] if fitting else Room(num_bytes)
-        self._free = []
-        self._rooms.append(room)
-        return room
+        if len(failed(answers)) < len(answers):
+            self._newest[source.name] = adapter, room
+        return answers
 
     def newest(self) -> list[tuple[Adapter, Any]]:
         """The newest version of each adapter that was sent from here, by value."""

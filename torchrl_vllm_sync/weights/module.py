@@ -184,7 +184,8 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_peft(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.")
+    # Sharding makes a class of its own of it.
+    return any(one.__module__.startswith("peft.") for one in type(module).__mro__)
 
 
 def _lora_tensors(

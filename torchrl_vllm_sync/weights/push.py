@@ -453,7 +453,8 @@ class WeightPusher:
         with contextlib.ExitStack() as ending:
             try:
                 source = as_weight_source(weights)
-                with leading(source) as announcement:
+                of = source.sharded if isinstance(source, AdapterSource) else source
+                with leading(of) as announcement:
                     if version is not None:
                         check_version("version", version)
                     given = PushOptions(**options)
@@ -486,6 +487,14 @@ class WeightPusher:
             yield
         finally:
             self._transport = kept
+
+    def _bring_along(self, late: Sequence[str]) -> None:
+        """Gives replicas what others hold beside what is about to be pushed."""
+        failures = self.catch_up(late, FIRST_TIMEOUT_S)
+        if self._transport is self._adapters:
+            self._members.drop({name: TransferError(why) for name, why in failures.items()})
+            if not self._members.incarnations:
+                raise TransferError(f"no replica can be reached: {self._members.missing}")
 
     def _fitted(self, source: WeightSource) -> WeightSource:
         is_adapter = isinstance(source, AdapterSource)  # which the engines compare
@@ -529,6 +538,8 @@ class WeightPusher:
                     self._client.refresh_members()
                 self._open(source)
                 metadata, joined = source.metadata(), self._members.incarnations
+                if late := self._adapters.late(joined, self._missed):
+                    self._bring_along(late)
                 if options.audit:
                     self._auditor.plan(joined, metadata, FIRST_TIMEOUT_S)
                 self._take_stock()

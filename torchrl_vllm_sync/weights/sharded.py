@@ -478,11 +478,19 @@ Renaming: TypeAlias = (
 class ShardedModuleSource:
     """A model under ``fully_shard``; one rank iterates in :meth:`lead`, the others participate."""
 
-    def __init__(self, module: torch.nn.Module, *, timeout_s: float = 60.0) -> None:
-        self.owner = module = unwrap(module)
-        if is_peft(module):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        timeout_s: float = 60.0,
+        only: Callable[[], dict[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self.owner, self._only = unwrap(module), only  # these of its tensors, such as an adapter's
+        module = self.owner
+        if is_peft(module) and only is None:
             raise WeightMismatchError(
-                "adapters on a sharded model cannot be merged: merge them first, or do not shard"
+                "adapters on a sharded model cannot be merged: push them by themselves "
+                "(adapters='keep'), merge them first, or do not shard"
             )
         tensors = self._tensors()
         check_readable(tensors)
@@ -781,6 +789,8 @@ class ShardedModuleSource:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
+        if self._only is not None:
+            return self._only()
         tensors = dict(self.owner.state_dict(keep_vars=True))
         # Not by value: ranks would have to agree, and each sees only its own shard.
         left_out = repeated(self.owner, tensors, lambda one, two: tensors[one] is tensors[two])
