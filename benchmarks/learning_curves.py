@@ -275,9 +275,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(local_ray())
         arguments.checkpoint = arguments.model or make_tiny_checkpoint(
-            cleanup.enter_context(tempfile.TemporaryDirectory()),
-            seed=arguments.seed,
-            diverse=False,
+            cleanup.enter_context(tempfile.TemporaryDirectory()), seed=arguments.seed, diverse=False
         )
         service = None
         if set(arguments.setups) != {"trl"}:

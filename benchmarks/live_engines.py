@@ -95,11 +95,7 @@ def engine_options(*, execution: str, max_model_len: int, max_num_seqs: int) -> 
         "enable_prefix_caching": True,
     }
     if not torch.cuda.is_available():
-        return options | {
-            "dtype": "float32",
-            "block_size": 32,
-            "kv_cache_memory_bytes": 96 * 2**20,
-        }
+        return options | {"dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": 96 * 2**20}
     options |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.9}
     if execution == "eager":
         return options | {"enforce_eager": True}

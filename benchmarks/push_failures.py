@@ -70,10 +70,7 @@ class FailureTrainer(Trainer):
     _service: AsyncVLLM | None = None
 
     def push_and_ask(
-        self,
-        service: AsyncVLLM,
-        options: dict[str, Any],
-        timeout_s: float | None,
+        self, service: AsyncVLLM, options: dict[str, Any], timeout_s: float | None
     ) -> dict[str, Any]:
         """Changes the weights, pushes them and has one request answered."""
         from vllm import SamplingParams

@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 from ray.util import get_node_ip_address
 
+import torchrl_vllm_sync as tvs
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
-from torchrl_vllm_sync import BroadcastTransport, IPCTransport, MemmapTransport, P2PTransport
 from torchrl_vllm_sync.testing import token_log_probs
 from torchrl_vllm_sync.weights.broadcast.group import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchrl_vllm_sync import AsyncVLLM
-
 TRANSPORTS: dict[str, Any] = {
-    "broadcast": BroadcastTransport,
+    "broadcast": tvs.BroadcastTransport,
     "vllm-nccl": VLLMNCCLTransport,
-    "ipc": IPCTransport,
-    "memmap": MemmapTransport,
-    "p2p": P2PTransport,
+    "ipc": tvs.IPCTransport,
+    "memmap": tvs.MemmapTransport,
+    "p2p": tvs.P2PTransport,
+    "adapter": tvs.MemmapTransport,
 }
+LORA_RANK = 16
 RAW_PIECE_BYTES = 4 * 2**30
 RAW_TIMEOUT = timedelta(seconds=60)
 
@@ -97,7 +97,7 @@ def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int
 class Trainer:
     """A model of the engines' architecture, and the pushes of it."""
 
-    def __init__(self, checkpoint: str, dtype: str) -> None:
+    def __init__(self, checkpoint: str, dtype: str, has_adapter: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -105,16 +105,21 @@ class Trainer:
         config = AutoConfig.from_pretrained(checkpoint)
         with self.device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        if has_adapter:
+            from peft import LoraConfig, get_peft_model
+
+            lora: Any = {"r": LORA_RANK, "target_modules": "all-linear", "init_lora_weights": False}
+            self.model: Any = get_peft_model(self.model, LoraConfig(**lora))
         self.model.eval()
         self._transports: dict[str, Any] = {}
         # By name: another copy would get to know the replicas anew.
-        self._services: dict[str, AsyncVLLM] = {}
+        self._services: dict[str, tvs.AsyncVLLM] = {}
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
         """Changes every parameter, as an optimizer step does; matrices do not get larger."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        for parameter in self.model.parameters():
+        for parameter in (one for one in self.model.parameters() if one.requires_grad):
             noise = torch.randn(
                 parameter.shape, generator=generator, device=self.device, dtype=parameter.dtype
             )
@@ -125,20 +130,23 @@ class Trainer:
                 parameter.add_(noise, alpha=0.02)
 
     def push(
-        self, service: AsyncVLLM, system: str, options: dict[str, Any], rounds: int
+        self, service: tvs.AsyncVLLM, system: str, options: dict[str, Any], rounds: int
     ) -> list[dict[str, float]]:
         """Pushes ``rounds`` times and returns each report, in milliseconds."""
         transport = self._transports.get(system)
+        service = self._services.setdefault(service.name, service)
         if transport is None:
             kind = TRANSPORTS[system.removesuffix("-staged").removesuffix("-audited")]
             transport = self._transports[system] = kind(**options)
-        service = self._services.setdefault(service.name, service)
+            if system == "adapter":  # which goes its own way, and adds to these
+                named = self.model.get_base_model().state_dict().items()
+                base = {n.replace(".base_layer", ""): w for n, w in named if "lora_" not in n}
+                service.push_weights(base, transport=transport)
+        weights = tvs.AdapterSource(self.model) if system == "adapter" else self.model
         reports = []
         for number in range(rounds):
             audit = system.endswith("-audited")
-            report = service.push_weights(
-                self.model, transport=transport, timeout_s=120, audit=audit
-            )
+            report = service.push_weights(weights, transport=transport, timeout_s=120, audit=audit)
             phases = {f"trainer_{name}": value for name, value in report.phases.items()}
             for name in report.replicas[0].phases:
                 phases[name] = max(one.phases[name] for one in report.replicas)
@@ -172,11 +180,12 @@ def loaded_actor() -> type:
             """Starts requests inside the actor, which hold out for ``max_tokens``."""
             self._log = TokenLog(requests=[[] for _ in range(num_requests)])
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0)
+            lora = next((one[-1].request for one in self._adapters._held.values()), None)
 
             async def run(index: int) -> None:
                 prompt = {"prompt_token_ids": [5 + index, 7, 9, 11] * 16}
                 name = f"load-{time.monotonic_ns()}-{index}"
-                async for output in self.engine.generate(prompt, params, name):
+                async for output in self.engine.generate(prompt, params, name, lora_request=lora):
                     count = len(output.outputs[0].token_ids)
                     self._log.requests[index].append((time.perf_counter(), count))
 

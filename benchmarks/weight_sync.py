@@ -12,6 +12,9 @@ reload.
 - ``speed while weights arrive``: tokens per second, in per cent of those before the push: of staged
   weights from the first byte to the pause, of others from the push's beginning to its end.
 
+With ``adapter`` among ``--systems`` the trainer has a LoRA adapter of rank 16, which that system
+pushes alone, to engines of its own, and the others merged.
+
 ``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
 ``<model>-<replicas>-graphs`` where engines decode by CUDA graphs.
 """
@@ -35,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.live_engines import local_ray, random_options, record_name, start
 from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import SHAPES, save_shape
-from benchmarks.sync_actors import Trainer, loaded_actor, raw_broadcast, spawn
+from benchmarks.sync_actors import LORA_RANK, Trainer, loaded_actor, raw_broadcast, spawn
 
 if TYPE_CHECKING:
     import argparse
@@ -68,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         if "raw-nccl" in args.systems:
             receivers = args.replicas * args.tensor_parallel
             raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
-        trainer = spawn(Trainer, str(checkpoint), dtype, num_gpus=int(cuda))
+        systems, kept = ([n for n in args.systems if (n == "adapter") is k] for k in (False, True))
+        trainer = spawn(Trainer, str(checkpoint), dtype, bool(kept), num_gpus=int(cuda))
         for decode in args.decode:
             sharded = f"-tp{args.tensor_parallel}" if args.tensor_parallel > 1 else ""
             graphs = "-graphs" if decode == "graphs" else ""
@@ -78,16 +82,16 @@ def main(argv: list[str] | None = None) -> int:
                 what = {"system": "raw-nccl", "metric": "whole", "unit": "ms"}
                 samples = [1e3 * one for one in raw]
                 recorder.add(case=case, **what, samples=samples, num_bytes=num_bytes)
-            with launch(args, decode, checkpoint, dtype) as service:
-                for system in args.systems:
-                    if system == "raw-nccl":
-                        continue
-                    try:
-                        measure(recorder, service, trainer, case, system, args)
-                    except Exception:  # noqa: BLE001  the other systems are measured all the same
-                        traceback.print_exc()
-                        failed += 1
-                check(service, trainer, args)
+            for some in filter(None, (systems, kept)):
+                with launch(args, decode, checkpoint, dtype, some is kept) as service:
+                    for system in (one for one in some if one != "raw-nccl"):
+                        try:
+                            measure(recorder, service, trainer, case, system, args)
+                        except Exception:  # noqa: BLE001  the others are measured all the same
+                            traceback.print_exc()
+                            failed += 1
+                    if some is systems:
+                        check(service, trainer, args)
             recorder.write(smoke=args.smoke, directory=args.out)
     return failed
 
@@ -108,7 +112,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", nargs="+", choices=("eager", "graphs"), default=["eager"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=[*SYSTEMS, "adapter"])
     parser.add_argument("--bucket-mib", type=int, default=128)
     args = parser.parse_args(argv)
     if args.smoke:
@@ -117,13 +121,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def launch(args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str) -> AsyncVLLM:
+def launch(
+    args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str, has_adapters: bool
+) -> AsyncVLLM:
     """Starts the replicas with random weights."""
     engine = random_options(dtype, kv_gib=8) | {
         "actor_class": loaded_actor(),
         "max_num_seqs": 64,
         "num_replicas": args.replicas,
-        "stage_weights": bool({*SYSTEMS[3:]} & {*args.systems}),
+        "stage_weights": not has_adapters and bool({*SYSTEMS[3:]} & {*args.systems}),
+        "enable_lora": has_adapters,
+        "max_lora_rank": LORA_RANK,
         "num_devices": args.tensor_parallel,
     }
     if not torch.cuda.is_available():
@@ -136,21 +144,13 @@ def launch(args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str) 
 
 
 def measure(
-    recorder: Recorder,
-    service: AsyncVLLM,
-    trainer: Any,
-    case: str,
-    system: str,
-    args: argparse.Namespace,
+    recorder: Recorder, service: AsyncVLLM, trainer: Any, case: str, system: str, args: Any
 ) -> None:
     """Pushes to idle engines, then under load."""
     options: dict[str, Any] = {}
     if system.startswith("broadcast"):
-        options = {
-            "staged": system.endswith("staged"),
-            "bucket_bytes": args.bucket_mib * 2**20,
-            "verify": "never",
-        }
+        options = {"staged": system.endswith("staged"), "verify": "never"}
+        options["bucket_bytes"] = args.bucket_mib * 2**20
     elif system == "vllm-nccl":
         options = {"num_buffers": 2}  # vLLM's default; up to 0.32 it can mix packs up
     begin = time.perf_counter()
