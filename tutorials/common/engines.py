@@ -79,7 +79,9 @@ def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> 
 
 
 @contextlib.contextmanager
-def prepared(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Any]]:
+def prepared(
+    args: argparse.Namespace, name: str, *, diverse: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Gives a checkpoint and its tokenizer, with Ray running; ends Ray and removes what it made."""
     keep_quiet()
     torch.manual_seed(args.seed)
@@ -87,7 +89,7 @@ def prepared(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Any]]:
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as directory:
         checkpoint = args.model
         if args.model == TINY:
-            checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed, diverse=False))
+            checkpoint = str(make_tiny_checkpoint(directory, seed=args.seed, diverse=diverse))
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
         where = "GPUs" if args.engine_gpus else "the CPU"
         print(f"Starting Ray and {args.replicas} engines on {where}, a minute or so", flush=True)

@@ -42,6 +42,7 @@ CONTENTS = """
 
 tutorials/README
 tutorials/0*
+tutorials/1*
 ```
 
 ```{toctree}
@@ -167,7 +168,7 @@ def printed(stem: str) -> str:
 
 def prepare_page(_app: Any, name: str, source: list[str]) -> None:
     """Makes a tutorial Markdown, with its recorded runs; adds the menu to the README."""
-    if name.startswith("tutorials/0"):
+    if name.startswith(("tutorials/0", "tutorials/1")):
         stem = name.removeprefix("tutorials/")
         source[0] = f"{tutorial_page(source[0])}\n\n{printed(stem)}\n"
     elif name == root_doc:

@@ -1,0 +1,163 @@
+"""GRPO with a LoRA adapter that is pushed alone: engines keep it beside the weights they have.
+
+Usage:
+    python tutorials/10_lora.py                 # tiny random model, no GPU, two minutes
+    python tutorials/10_lora.py --smoke         # fewer steps, as CI runs it
+    python tutorials/10_lora.py --model HuggingFaceTB/SmolLM2-135M-Instruct    # on GPUs
+
+The last line is ``PASS reward <first> -> <last> ...``, or ``FAIL`` and why. PASS claims of every
+step what that of ``01_grpo_sync.py`` does: rows are of the version pushed last, and trainer and
+engines find their tokens equally likely (ESS). And after the last step: the engines' answers are as
+likely by the trainer's model as the engines said, with the adapter beside the weights and merged
+into them, and less so by the model without it; and the reward has grown. The tiny model's must end
+above 0.9, but for a smoke run's.
+"""
+
+# %% [markdown]
+# # An adapter by itself
+#
+# LoRA leaves a model's weights as they are, and trains a pair of small matrices for each layer.
+# Merged, they are a whole model, which a push sends in full and loads while engines stand still.
+# Kept apart, a push is the matrices alone. Engines take them between two steps, and go on.
+#
+# Answers under way end with the adapter that they began with, so that each has one version. Those
+# that begin later take the new one, and cached prefixes are not shared between the two.
+
+# %%
+import sys
+
+import torch
+from common import claims, results, settings
+from common.engines import prepared
+from peft import LoraConfig, get_peft_model
+from tensordict import set_list_to_stack
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
+from torchrl.objectives.llm.grpo import GRPOLoss
+from transformers import AutoModelForCausalLM
+
+import torchrl_vllm_sync as tvs
+from torchrl_vllm_sync.rl.grpo import engine_args, make_policy
+from torchrl_vllm_sync.rl.tasks import make_env, prompts, reward
+
+set_list_to_stack(True).set()  # TorchRL's chat environments ask for it
+OTHER_LR = 2e-4  # of a real model: a few numbers of each layer move it less than all of them
+# Of the mean difference of log-probabilities, by the engines' dtype.
+MOST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+
+
+def parse_args(argv=None):
+    """Reads the command line; what is not given comes from the dataset's preset."""
+    parser = settings.make_parser(__doc__, "10_lora")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter")
+    parser.set_defaults(held_out=0)
+    given = parser.parse_args(argv).lr
+    args = settings.finish_dataset(parser, argv, steps=60, smoke_steps=30)
+    args.lr = given or (args.lr if args.model == settings.TINY else OTHER_LR)
+    return args
+
+
+# %% The loop
+# It is that of `01_grpo_sync.py`. All there is to `adapters="keep"` is this word at the updater,
+# and `enable_lora` at the engines; the policy asks for the only adapter that there is.
+def train(args, service, model, tokenizer):
+    """Yields each step."""
+    grpo = GRPOLoss(tvs.TrainerPolicy(model), entropy_coeff=0.0, masking_strategy="sft")
+    grpo, on_gpu = grpo.to(args.device), args.device.type == "cuda"
+
+    def loss_fn(batch):
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            return grpo(batch.to(args.device))
+
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr)
+    buffer = ReplayBuffer(
+        storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
+        transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
+    )  # fmt: skip
+    updater = tvs.WeightUpdater(service, source=model, adapters="keep")
+    questions, rated = prompts(args.dataset, args.seed), reward(args.dataset)
+    env = make_env(tokenizer, questions, rated, num_envs=args.batch_size, repeats=args.group_size)
+    collector = tvs.RolloutCollector(
+        env, policy=make_policy(args.config, service, tokenizer),
+        replay_buffer=buffer, dialog_turns_per_batch=args.batch_size,
+        weight_updater=updater, track_policy_version=True,
+    )  # fmt: skip
+    sampling, version, clock = iter(collector), 0, results.Clock()
+    for step in results.counted(args):
+        with clock("sample_s"):
+            next(sampling)  # fills the buffer
+        rows, ess = buffer[:], []
+        claims.check_rows(rows, version=version, expected_rows=args.batch_size)
+        with clock("train_s"):
+            for batch in buffer:
+                loss = loss_fn(batch)
+                (loss.mean(reduce=True) * len(batch) / len(rows)).backward()
+                ess.append(float(loss.ESS))
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        push = updater.push_weights()
+        with torch.no_grad():
+            missed = float(loss_fn(batch).ESS)
+        buffer.empty()
+        noted = {"ess": min(ess), "ess_without_push": missed, "push_ms": 1e3 * push.seconds}
+        yield claims.SyncStep.of(rows, clock, step=step, version=version, **noted)
+        version = push.version
+    collector.shutdown()
+    updater.disconnect()
+
+
+# %% Beside a merged push
+# The same model once more, merged: then `adapter=""` asks for the weights alone. What was pushed
+# as an adapter stays one, on top of what are now other weights: do not go on with both.
+def difference(args, service, model, tokenizer, adapter):
+    """How far the engines' log-probabilities of new answers are from the model's, in the mean."""
+    policy = make_policy(args.config, service, tokenizer)
+    policy.adapter = adapter
+    rows = policy.answer_chats(
+        [[{"role": "user", "content": f"Count from {one} to 9."}] for one in range(8)], [*range(8)]
+    ).to(args.device)
+    rows["advantage"] = torch.ones(len(rows), 1, 1, device=args.device)
+    (correct := tvs.RolloutCorrection(tvs.TrainerPolicy(model), weigh="token", cap=None))(rows)
+    return correct.summary()["abs_log_ratio"]
+
+
+def compare(args, service, model, tokenizer):
+    """Pushes both ways, three times each, prints what that takes; returns what is wrong."""
+    problems, most = [], MOST_DIFFERENCE[args.dtype]
+    for adapters, asked in (("keep", None), ("merge", "")):
+        updater = tvs.WeightUpdater(service, source=model, adapters=adapters)
+        push = min((updater.push_weights() for _ in range(3)), key=lambda one: one.seconds)
+        found = difference(args, service, model, tokenizer, asked)
+        with model.disable_adapter():
+            without = difference(args, service, model, tokenizer, asked)
+        pause = max(one.whole_pause_s for one in push.replicas)
+        took = f"{1e3 * push.seconds:.1f} ms, of which engines stood {1e3 * pause:.1f}"
+        print(f"{adapters}: {push.num_bytes / 1e6:.2f} MB in {took}")
+        print(f"  |Δ log p| {found:.6f}, of the model without its adapter {without:.4f}")
+        if not found < min(most, without):
+            problems.append(f"{adapters}: engines and trainer differ by {found}")
+    return problems
+
+
+def main(argv=None):
+    """Runs the tutorial; the exit status is 0 if all claims hold."""
+    args, problems = parse_args(argv), []
+    engine = {"enable_lora": True, "max_lora_rank": args.rank, **engine_args(args.config)}
+    with (
+        prepared(args, "10_lora", diverse=True) as (checkpoint, tokenizer),
+        tvs.AsyncVLLM.from_pretrained(checkpoint, **engine) as service,
+    ):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules="all-linear")
+        model = get_peft_model(model, lora).eval().to(args.device)
+        training = train(args, service, model, tokenizer)
+        steps = results.drive(training, args, problems, claims.BadRowsError, tvs.errors.SyncError)
+        problems += compare(args, service, model, tokenizer)
+    if not problems and not claims.last_reward(steps) > steps[0].reward:
+        problems.append("the reward has not grown")
+    return claims.conclude_sync(args, steps, problems, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main([] if "ipykernel" in sys.modules else None))  # a notebook has others
