@@ -91,8 +91,10 @@ class PushReport:
         phases: Seconds by phase on the trainer's side, by names that end in ``_s``; and counts.
             ``open_s`` comes before the transport's own; the first time it chooses a transport,
             forms its group and asks replicas what they hold. ``compare_s`` reads all weights once,
-            to know a retry by; ``audit_s`` compares them. After a second attempt ``lost_s`` is from
-            the beginning of the first to that of the last.
+            to know a retry by; ``audit_s`` compares them. Where engines sleep, ``wake_s`` (within
+            ``open_s``) wakes the weights' memory and ``wake_cache_s`` that of keys and values, and
+            ``sleep_s`` is what it took to begin the sleep. After a second attempt ``lost_s`` is
+            from the beginning of the first to that of the last.
         replicas: What each replica answered.
         left_behind: Id of each replica that did not reach the version, and takes no requests until
             it does, to the reason. After a strict push only replicas that were starting.

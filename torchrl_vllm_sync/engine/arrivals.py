@@ -517,6 +517,11 @@ class NativeCalls:
                 await self._let_go()
         return not left
 
+    async def rouse(self, tag: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Wakes memory, if it sleeps, as far as a push has come."""
+        if tag in self._updates.asleep:
+            await self.wake_up([tag], timeout_s=timeout_s)
+
     async def _hold(self, what: str, call: Awaitable[None], timeout_s: float) -> None:
         """Keeps the engine from stepping by ``call``; undone if that fails."""
         before = self._updates.held

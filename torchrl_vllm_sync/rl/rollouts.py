@@ -273,7 +273,11 @@ class RolloutCollector(LLMCollector):
         for batch in super().iterator():
             if self._ticket is not None:
                 self._deliver()
+            if self._sleeps:
+                self.policy.model.sleep(2, "keep")
             yield batch
+            if self._sleeps:
+                self.policy.model.wake_up()  # as a push has; or says that none came
         if self._ahead and not self._is_own:  # what it took over from another was its last
             self._ahead.clear()
             self._pacer._call("leave", self.name)
@@ -386,6 +390,12 @@ class RolloutCollector(LLMCollector):
         for one in _transforms(env) if why_not is None else ():
             if isinstance(one, TextReward):
                 one._check_decodes(env.base_env, policy)
+        self._sleeps = isinstance(policy, vLLMWrapper) and getattr(policy.model, "colocated", False)
+        if self._sleeps and (self.max_staleness or not self._is_own):
+            told = (
+                "colocate=True has engines sleep while the trainer works: max_staleness must be 0"
+            )
+            raise UnsupportedArgumentError(f"{told}, and no pacer be shared")
         if self._keep and self._by_group:
             raise UnsupportedArgumentError("keep is not for yield_completed_trajectories=True")
         num_envs = env.batch_size.numel()

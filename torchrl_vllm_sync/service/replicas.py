@@ -52,6 +52,7 @@ class ServiceSettings:
     actor_class: Any = None  # decorated by ``ray.remote`` or not; ``None`` for ``EngineActor``
     launched_at: float | None = None  # in seconds since 1970
     detached: bool = False  # whether replicas outlive the process that starts them
+    colocated: bool = False  # whether engines sleep while a trainer uses their memory
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
     max_restarts: int = 0  # of each replica within an hour

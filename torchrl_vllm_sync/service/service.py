@@ -127,6 +127,9 @@ class AsyncVLLM(RLvLLMEngine):
         max_restarts: How often within an hour a replica that failed is started anew, with pauses
             that grow from 1 s to 60 s, by the process that launched the service.
         scaling: Says how many replicas there should be, such as a ``QueueLengthScaling``.
+        colocate: Engines are on the trainer's GPUs, and sleep while it needs their memory: from
+            :meth:`sleep` on, which :class:`RolloutCollector` calls before it hands a batch on,
+            until the next push, which wakes them. See :meth:`awake`.
 
     Raises:
         UnsupportedArgumentError: Also if the platform cannot run what ``engine_args`` ask for.
@@ -159,6 +162,7 @@ class AsyncVLLM(RLvLLMEngine):
         unresponsive_after_s: float = UNRESPONSIVE_AFTER_S,
         max_restarts: int = 3,
         scaling: ScalingPolicy | None = None,
+        colocate: bool = False,
     ) -> None:
         checks.check_integer("max_restarts", max_restarts, 0)
         checks.check_integer("num_replicas", num_replicas, 1)
@@ -172,7 +176,12 @@ class AsyncVLLM(RLvLLMEngine):
             raise UnsupportedArgumentError(
                 f"name must consist of letters, digits, '_', '.' and '-', got {name!r}"
             )
+        if colocate and (stage_weights or scaling):
+            what = "stage_weights, whose second set" if stage_weights else "scaling, whose replicas"
+            raise UnsupportedArgumentError(f"colocate is not for {what} would be awake")
         engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
+        if colocate and not on_cpu():
+            engine_args.enable_sleep_mode = True
         if not verbose:
             engine_args.use_tqdm_on_load = False
         if enable_prefix_caching is None:
@@ -190,6 +199,7 @@ class AsyncVLLM(RLvLLMEngine):
             ),
             actor_class=actor_class,
             detached=detached,
+            colocated=colocate,
             request_timeout_s=request_timeout_s,
             unresponsive_after_s=unresponsive_after_s,
             max_restarts=max_restarts,
@@ -789,6 +799,38 @@ class AsyncVLLM(RLvLLMEngine):
     is_paused = of_part("_native", NativeClient.is_paused)
     sleep = of_part("_native", NativeClient.sleep)
     wake_up = of_part("_native", NativeClient.wake_up)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines share the trainer's GPUs, and are woken by pushes."""
+        return self.replicas.settings.colocated
+
+    @contextlib.contextmanager
+    def awake(self, weights: Any, **options: Any) -> Iterator[PushReport]:
+        """Brings engines that sleep to new weights, and lets them sleep again after ``with``.
+
+        Their memory is woken in two steps, so that it never holds keys and values beside what is
+        being sent. Requests in flight at the end wait until the engines are awake again, and then
+        go on under the weights of that time.
+
+        Args:
+            weights: As for :meth:`push_weights`.
+            **options: Those of :meth:`push_weights`.
+
+        Yields:
+            The report, with ``wake_s``, ``wake_cache_s``, and ``sleep_s`` of the sleep before in
+            its ``phases``.
+
+        Raises:
+            UnsupportedArgumentError: The service was launched without ``colocate=True``.
+        """
+        if not self.colocated:
+            raise UnsupportedArgumentError("only a service with colocate=True goes to sleep")
+        report = self.push_weights(weights, **options)
+        try:
+            yield report
+        finally:
+            self.sleep(2, "keep")
 
     # ---------------------------------------------------------------- replicas coming and going
 

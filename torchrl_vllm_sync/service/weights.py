@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,13 @@ class Weights:
         self._replicas = replicas
         self.log, self.hooks = StatusLog(replicas.load), VersionHooks()
         strict = not replicas.settings.max_restarts
-        self.pusher = WeightPusher(replicas, self.expected, self.hooks.announce, strict=strict)
+        self.pusher = WeightPusher(
+            replicas,
+            self.expected,
+            self.hooks.announce,
+            strict=strict,
+            wakes=replicas.settings.colocated,
+        )
         self._metadata: list[ParamMeta] | None = None
 
     @property
@@ -357,7 +364,9 @@ class NativeClient:
             mode: See :meth:`push_weights`.
             timeout_s: Seconds for it.
         """
+        start = time.perf_counter()
         self._call("sleep", level, mode, timeout_s=timeout_s).raise_failures()
+        self._weights.pusher.slept_s = time.perf_counter() - start
 
     def wake_up(
         self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S

@@ -251,6 +251,7 @@ def catch_up_from_others(
 
 
 STOCK_TIMEOUT_S = 30.0
+WAKE_TIMEOUT_S = 60.0
 HOLD_BACK_TIMEOUT_S = 5.0
 # No sender's: whoever is held back by it must load anew, whatever it holds.
 UNKNOWN_RUN = "unknown"
@@ -301,9 +302,11 @@ class WeightPusher:
         on_commit: Callable[[PushReport], None] | None = None,
         *,
         strict: bool = True,
+        wakes: bool = False,
     ) -> None:
         self._client, self._expected = client, expected
         self._on_commit, self._strict = on_commit, strict
+        self._wakes, self.slept_s = wakes, 0.0  # engines that sleep; seconds that this took
         self._members, self._ledger = Members(client), VersionLedger()
         self._pushed: dict[int | None, Content] = {}  # the last version that a replica may hold
         self._missed: set[str] = set()
@@ -536,6 +539,10 @@ class WeightPusher:
                     confirm()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
+                if self._wakes:
+                    times.seconds["sleep_s"] = self.slept_s
+                    with times.measure("wake_s"):
+                        self._rouse("weights")  # whoever cannot is named by what is sent to it
                 self._open(source)
                 metadata, joined = source.metadata(), self._members.incarnations
                 if late := self._adapters.late(joined, self._missed):
@@ -563,6 +570,12 @@ class WeightPusher:
                 if options.audit:
                     with times.measure("audit_s"):
                         reports = self._audited(push, reports)
+                if self._wakes:
+                    with times.measure("wake_cache_s"):
+                        asleep = failed(self._rouse("kv_cache"))
+                        good = {one.replica_id for one in reports if not one.error}
+                        wrong = {n: f"it did not wake: {asleep[n]}" for n in good & asleep.keys()}
+                        reports = self._held_back(push, reports, wrong)
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
                 if is_news and transport is not self._adapters:
@@ -636,6 +649,17 @@ class WeightPusher:
         wrong = {name: f"it cannot be audited: {one}" for name, one in found.failures.items()}
         for one in found.differences:
             wrong.setdefault(one.replica_id, f"it holds other weights than were sent: {one}")
+        return self._held_back(push, reports, wrong)
+
+    def _rouse(self, tag: str) -> dict[str, Any]:
+        """Wakes memory of the replicas that sleep."""
+        names = self._client.standings().keys() - self._members.silent.keys()
+        return ask(self._client, "rouse", dict.fromkeys(names, (tag,)), WAKE_TIMEOUT_S)
+
+    def _held_back(
+        self, push: Push, reports: list[LoadReport], wrong: Mapping[str, str]
+    ) -> list[LoadReport]:
+        """The reports, of failures where something is wrong; these replicas serve no more."""
         stamp = push.version, UNKNOWN_RUN
         calls = self._client.start_calls("hold_back", dict.fromkeys(wrong, stamp))
         calls.answers(HOLD_BACK_TIMEOUT_S)
