@@ -4,6 +4,7 @@ What is put to sleep there is the scheduler; memory stays where it is.
 """
 
 import threading
+from typing import Any
 
 import pytest
 import ray
@@ -93,6 +94,9 @@ def test_a_replica_that_is_killed_asleep_comes_back_by_the_next_push(shared, mod
     shared.sleep(2, "keep")
     ray.kill(shared.actors[0])
     eventually(lambda: shared.load.snapshots()[0].state is not ReplicaState.UPDATING)
+    # It comes back asleep: the trainer uses the memory.
+    eventually(lambda: shared.load.snapshots()[0].state is ReplicaState.STALE, timeout_s=120)
+    eventually(lambda: shared.replicas.call_replicas("is_paused").good == {"0": True, "1": True})
     report = shared.push_weights(perturbed(model, seed=31))
     assert "1" not in report.left_behind
     shared.wait_until_serving(timeout_s=200)
@@ -119,7 +123,8 @@ def test_a_collector_hands_batches_on_while_engines_sleep(shared, model):
 
 def test_what_cannot_sleep_is_refused(checkpoint):
     how = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256}
-    for given in ({"stage_weights": True}, {"scaling": QueueLengthScaling(1, 2)}):
+    refused: list[dict[str, Any]] = [{"stage_weights": True}, {"scaling": QueueLengthScaling(1, 2)}]
+    for given in refused:
         with pytest.raises(UnsupportedArgumentError, match="would be awake"):
             AsyncVLLM(AsyncEngineArgs(**how), colocate=True, **given)
     service = AsyncVLLM(AsyncEngineArgs(**how))

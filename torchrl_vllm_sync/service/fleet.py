@@ -147,6 +147,8 @@ class Fleet:
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise
+        if self._pusher.slept_s is not None:  # its memory is the trainer's until the next push
+            self._call(members, "sleep", 2, "keep")
         self._admit(members)
 
     def _put(self, members: Sequence[Member]) -> None:

@@ -366,7 +366,8 @@ class NativeClient:
         """
         start = time.perf_counter()
         self._call("sleep", level, mode, timeout_s=timeout_s).raise_failures()
-        self._weights.pusher.slept_s = time.perf_counter() - start
+        if level > 0:
+            self._weights.pusher.slept_s = time.perf_counter() - start
 
     def wake_up(
         self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -381,9 +382,11 @@ class NativeClient:
         Returns:
             Whether all are fully awake and take requests.
         """
-        awake = self._call("wake_up", tags, timeout_s=timeout_s).raise_failures()
+        awake = all(self._call("wake_up", tags, timeout_s=timeout_s).raise_failures().values())
         self._replicas.learn()
-        return all(awake.values())
+        if awake:
+            self._weights.pusher.slept_s = None
+        return awake
 
     def _shares(self) -> dict[str, range]:
         """Returns the workers of each replica, counted through all of them."""

@@ -306,7 +306,8 @@ class WeightPusher:
     ) -> None:
         self._client, self._expected = client, expected
         self._on_commit, self._strict = on_commit, strict
-        self._wakes, self.slept_s = wakes, 0.0  # engines that sleep; seconds that this took
+        self._wakes = wakes
+        self.slept_s: float | None = None  # while engines sleep: what it took to begin that
         self._members, self._ledger = Members(client), VersionLedger()
         self._pushed: dict[int | None, Content] = {}  # the last version that a replica may hold
         self._missed: set[str] = set()
@@ -540,7 +541,7 @@ class WeightPusher:
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
                 if self._wakes:
-                    times.seconds["sleep_s"] = self.slept_s
+                    times.seconds["sleep_s"] = self.slept_s or 0.0
                     with times.measure("wake_s"):
                         self._rouse("weights")  # whoever cannot is named by what is sent to it
                 self._open(source)
@@ -576,6 +577,8 @@ class WeightPusher:
                         good = {one.replica_id for one in reports if not one.error}
                         wrong = {n: f"it did not wake: {asleep[n]}" for n in good & asleep.keys()}
                         reports = self._held_back(push, reports, wrong)
+                    if reached_some(reports):
+                        self.slept_s = None
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
                 if is_news and transport is not self._adapters:
