@@ -4,7 +4,7 @@ import pytest
 from tensordict import TensorDict, set_list_to_stack
 
 from tests.fakes import dialogs
-from torchrl_vllm_sync.rl.conversations import Turn, behind, end_of_turn, is_of
+from torchrl_vllm_sync.requests.turns import Turn, behind, end_of_turn, is_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Response history should have one more batch dim")
 TURNS = 200  # of each template; more by python -m tests.fakes.dialogs

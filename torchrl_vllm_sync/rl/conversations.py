@@ -1,8 +1,7 @@
-"""Which conversation a row belongs to, and exact turns: its tokens, as they were read and sampled.
+"""Which conversation a row belongs to, and its last turn, for the next one to begin with it.
 
-Text does not tell which tokens it was sampled as, so that a history that is encoded anew drifts:
-the trainer sees tokens that no engine has sampled. The rows themselves carry the last turn from one
-call of the policy to the next, as TorchRL's environments leave the entries of a policy in place.
+The rows themselves carry that from one call of the policy to the next, as TorchRL's environments
+leave the entries of a policy in place.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict, deque
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
+from torchrl_vllm_sync.requests.turns import Turn
 from torchrl_vllm_sync.rl import rows as keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tensordict import TensorDictBase
     from tensordict.utils import NestedKey
@@ -187,18 +186,6 @@ def _numbers(rows: TensorDictBase, names: Sequence[NestedKey]) -> list[int] | No
     return None
 
 
-_PROBE = "Zyxw"
-
-
-class Turn(NamedTuple):
-    """A prompt as the template has shown it, and its answer."""
-
-    num_messages: int  # of the prompt
-    prompt: str
-    answer: str
-    ids: list[int]  # of both: as the engine read the one, and sampled the other
-
-
 def carried(rows: TensorDictBase, text: Any, tokens: Any, masks: Any) -> list[Turn | None]:
     """The last turn of each row, perhaps of a conversation that has ended; ``None`` without one."""
 
@@ -209,46 +196,6 @@ def carried(rows: TensorDictBase, text: Any, tokens: Any, masks: Any) -> list[Tu
         return Turn(int(number), row[text, "prompt"], row[text, "response"], ids.tolist())
 
     return [turn(row) for row in rows.unbind(0)] if rows.ndim == 1 else [None] * len(rows)
-
-
-def end_of_turn(show: Callable[[list[dict[str, str]]], str], special: Sequence[str]) -> str:
-    """The special token that a template puts behind an answer; empty if it puts none."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
-    behind = show(chat).rpartition(_PROBE)[2].lstrip()
-    return max((one for one in special if behind.startswith(one)), key=len, default="")
-
-
-def without_end(message: dict[str, Any], end: str) -> dict[str, Any]:
-    """A message without the token that ended it, which the template puts there itself."""
-    if not end or message["role"] != "assistant" or not isinstance(message["content"], str):
-        return message
-    return message | {"content": message["content"].removesuffix(end)}
-
-
-def is_of(turn: Turn, chat: Sequence[dict[str, Any]], end: str) -> bool:
-    """Whether a chat has the turn's answer."""
-    bodies = (without_end(one, end)["content"] for one in chat if one["role"] == "assistant")
-    return turn.answer.removesuffix(end) in bodies
-
-
-def behind(turn: Turn, chat: Sequence[dict[str, Any]], shown: str, end: str) -> str | None:
-    """What a chat, as the template shows it, has behind a turn; ``None`` if it has another turn.
-
-    Whitespace around the answer is the one thing that may differ, for many templates trim it.
-    """
-    said = turn.answer.removesuffix(end)
-    if not is_of(turn, chat[turn.num_messages :][:1], end) or not shown.startswith(turn.prompt):
-        return None
-    rest = shown[len(turn.prompt) :]
-    inner, core = rest.lstrip(), said.strip()
-    leading, trailing = said[: len(said) - len(said.lstrip())], said[len(said.rstrip()) :]
-    if not inner.startswith(core) or not leading.endswith(rest[: len(rest) - len(inner)]):
-        return None
-    rest = inner[len(core) :]
-    rest = rest[len(commonprefix([rest, trailing])) :]  # noqa: RUF071  of characters
-    if said != turn.answer and rest.lstrip().startswith(end):  # the engine has sampled it
-        rest = rest.lstrip()[len(end) :]
-    return rest
 
 
 def stamps(*columns: Sequence[int]) -> dict[str, torch.Tensor]:

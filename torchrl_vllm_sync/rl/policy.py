@@ -31,6 +31,7 @@ from torchrl_vllm_sync.requests.messages import (
     min_version,
     sampled_log_probs,
 )
+from torchrl_vllm_sync.requests.turns import behind, end_of_turn, is_of, without_end
 from torchrl_vllm_sync.rl import conversations as turns
 from torchrl_vllm_sync.rl import guards
 from torchrl_vllm_sync.rl import rows as keys
@@ -432,9 +433,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         for at, (turn, chat, shown) in enumerate(zip(before, chats, texts, strict=True)):
             if turn is None:
                 continue
-            rest = turns.behind(turn, chat, shown, end)
+            rest = behind(turn, chat, shown, end)
             if rest is None:
-                forked[at] = turns.is_of(turn, chat, end)
+                forked[at] = is_of(turn, chat, end)
             else:
                 new[at], kept[at] = anchor + rest, turn.ids
         encoded = self._encoded([*new, anchor])
@@ -464,13 +465,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         name = chosen["chat_template"]
         if name not in self._ends:
             probe = {**chosen, "add_generation_prompt": False}
-            self._ends[name] = turns.end_of_turn(
+            self._ends[name] = end_of_turn(
                 lambda chat: self.tokenizer.apply_chat_template(**{**probe, "conversation": chat}),
                 [str(one) for one in self.tokenizer.added_tokens_decoder.values() if one.special],
             )
         end = self._ends[name]
         said = ([one for one in chat if one["role"] != "<none>"] for chat in chats)
-        shown = [[turns.without_end(one, end) for one in chat] for chat in said]
+        shown = [[without_end(one, end) for one in chat] for chat in said]
         return self.tokenizer.apply_chat_template(**{**chosen, "conversation": shown}), end
 
     def _answers(
