@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.messages import expand_spans as expand_spans
     from torchrl_vllm_sync.requests.messages import max_version as max_version
     from torchrl_vllm_sync.requests.messages import min_version as min_version
+    from torchrl_vllm_sync.rl.agents import session_rows as session_rows
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
     from torchrl_vllm_sync.rl.corrections import StalenessFilter as StalenessFilter

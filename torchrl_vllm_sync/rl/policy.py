@@ -328,7 +328,18 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             options["group_id"] = [names[at] for at in of_row]
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
         answers = _Answers(outputs, 1, params, note, self.padding_value)
-        num_rows, where = len(of_row), np.array(of_row)
+        where, num_rows = np.array(of_row), len(of_row)
+        stamps = [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
+        rows = self._dense_rows(answers, ids, texts, where, turns.stamps(*stamps))
+        history = _dense_chats(chats, where, rows.get((self.text_key, "response")))
+        rows[self.history_key] = ChatHistory._from_tensordict(TensorDict(history, [num_rows]))
+        return rows
+
+    def _dense_rows(
+        self, answers: _Answers, ids: Any, texts: Sequence[str], where: np.ndarray, stamps: Any
+    ) -> TensorDict:
+        """Rows of answers to distinct prompts, with the place of each row's."""
+        num_rows = len(where)
         prompt, is_prompt = (one[where] for one in self._prompts(ids))
         said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
 
@@ -342,14 +353,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         replies = late(lambda: self._decoded(said))
         prompted = late(lambda: objects(texts)[where])
         told = {"prompt": prompted, "response": replies, "full": late(wholes)}
-        entries = {
-            self.text_key: (Text, told),
-            self.history_key: (ChatHistory, _dense_chats(chats, where, replies)),
-            keys.TURNS: turns.stamps(
-                [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
-            ),
-            **self._columns(answers, prompt, is_prompt, 0.0, of_chats=True),
-        }
+        entries = {self.text_key: (Text, told), keys.TURNS: stamps}
+        entries |= self._columns(answers, prompt, is_prompt, 0.0, of_chats=True)
         for name, entry in entries.items():
             if isinstance(entry, tuple):
                 kind, fields = entry
@@ -522,7 +527,8 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if prompt is not None and is_prompt is not None:
             tokens |= {"prompt": prompt, "full": torch.hstack([prompt, response])}
             masks["all_attention_mask"] = torch.hstack([is_prompt, is_answer])
-            masks["all_assistant_mask"] = torch.hstack([torch.zeros_like(is_prompt), is_answer])
+            is_sampled = versions != keys.NO_VERSION
+            masks["all_assistant_mask"] = torch.hstack([torch.zeros_like(is_prompt), is_sampled])
             stamps["full"] = torch.hstack([torch.full_like(prompt, keys.NO_VERSION), versions])
         made: dict[Any, Any] = {
             self.tokens_key: (Tokens, tokens),
@@ -552,8 +558,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         *,
         of_chats: bool,  # whose rows say nothing of prompts, whatever was asked of vLLM
     ) -> dict[str, Any]:
-        sampled = [sampled_log_probs(one) for one in answers.samples]
-        response, _ = _padded(sampled, torch.float32, padding)
+        response, _ = _padded(answers.log_probs(), torch.float32, padding)
         entries = {"response": response}
         if prompts is None:
             return entries | {"full": response}
@@ -618,6 +623,10 @@ class _Answers:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, padded on the right, and where they are."""
         return _padded(self.ids, torch.int64, self._padding)
+
+    def log_probs(self) -> list[Any]:
+        """Of each answer's tokens."""
+        return [sampled_log_probs(one) for one in self.samples]
 
     def versions(self) -> torch.Tensor:
         """The version that sampled each token."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync import errors
+from torchrl_vllm_sync.serve.sessions import ASKED, Recording
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from fastapi import FastAPI
+
+    from torchrl_vllm_sync.serve.sessions import Sessions
 
 # All that is mounted: what else vLLM has, such as routes that scale, abort or profile, is not.
 _INFRA = {"/health", "/version", "/tokenize", "/detokenize", "/v1/models"}
@@ -20,8 +22,6 @@ PATHS = _INFRA | {"/v1/completions", "/v1/chat/completions", "/inference/v1/gene
 _OF_PROMPT = ("prompt_token_ids", "prompt", "cache_salt")
 _REFUSED = ("lora_request", "priority", "kv_hints")
 MAX_KEY = 256  # characters of a session's or a group's name
-# Of one HTTP request: its group, and the policy versions that have answered it so far.
-ASKED: ContextVar[tuple[str | None, set[int]]] = ContextVar("ASKED")
 
 
 class ServiceClient:
@@ -29,10 +29,11 @@ class ServiceClient:
 
     errored = False  # replicas die and return; what none of them takes is answered by 503
 
-    def __init__(self, service: Any, config: Any) -> None:
+    def __init__(self, service: Any, config: Any, sessions: Sessions | None) -> None:
         from vllm.v1.engine.input_processor import InputProcessor
 
-        self._service, self.vllm_config, self.model_config = service, config, config.model_config
+        self._service, self._sessions = service, sessions
+        self.vllm_config, self.model_config = config, config.model_config
         self.input_processor = InputProcessor(config)
         self.renderer = self.input_processor.renderer
 
@@ -46,19 +47,29 @@ class ServiceClient:
             raise NotImplementedError(told)
         if params.structured_outputs and more.get("reasoning_ended"):
             raise NotImplementedError("structured output needs reasoning to be parsed here")
-        config, (group_id, versions) = self.vllm_config, ASKED.get()
+        config, asked = self.vllm_config, ASKED.get()
+        session_id, group_id = asked.session_id or session_id, asked.group_id
         if too_long := [one for one in (session_id, group_id) if one and len(one) > MAX_KEY]:
             told = f"must have at most {MAX_KEY} characters, got {len(too_long[0])}"
             raise ValueError(f"names of sessions and groups {told}")
-        other = config.speculative_config, config.structured_outputs_config
-        params.verify(self.model_config, *other, self.input_processor.tokenizer)
+        others = config.speculative_config, config.structured_outputs_config
+        params.verify(self.model_config, *others, self.input_processor.tokenizer)
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
+        recording = None
+        if self._sessions is not None and asked.session_id is not None:
+            recording = Recording(self._sessions, asked, one, params)
+            one["prompt_token_ids"], params = recording.prompt_ids, recording.params
         stream = self._service.astream(one, params, session_id=session_id, group_id=group_id)
         try:
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
-                    versions.update(one.version for some in output.version_spans for one in some)
+                    spans = (one for some in output.version_spans for one in some)
+                    asked.versions.update(one.version for one in spans)
+                    if recording is not None:
+                        recording.add(output)
                     yield output
+            if recording is not None:
+                recording.end()
         except errors.SyncError as error:
             if (other := _as_http(error)) is error:
                 raise
@@ -86,11 +97,15 @@ def _as_http(error: errors.SyncError) -> Exception:
     return GracefulHTTPError(str(error), HTTPStatus(504 if is_late else 503))
 
 
-async def make_app(service: Any, api_key: str | None, options: Mapping[str, Any]) -> FastAPI:
+async def make_app(
+    service: Any, api_key: str | None, options: Mapping[str, Any], sessions: Sessions | None
+) -> FastAPI:
     """vLLM's application over a service, with the paths above and no others."""
     import vllm
 
     engine_args, config = service.engine_args, service.requests.fetch("get_config")
+    if sessions is not None:  # what a client does not say is not to be what a loss cannot correct
+        config.model_config.generation_config = "vllm"
     names = engine_args.served_model_name or engine_args.model
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -105,7 +120,7 @@ async def make_app(service: Any, api_key: str | None, options: Mapping[str, Any]
         args.structured_outputs_config = config.structured_outputs_config
         args.allowed_origins = []  # other sites' pages must not ask through a visitor's browser
         args.enable_scale_out = True
-        client: Any = ServiceClient(service, config)
+        client: Any = ServiceClient(service, config, sessions)
         app = build_app(args, ("generate",), config.model_config)
         await init_app_state(client, app.state, args, ("generate",))
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -18,10 +18,12 @@ import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from torchrl_vllm_sync.checks import url_of
-from torchrl_vllm_sync.errors import UnsupportedArgumentError
-from torchrl_vllm_sync.serve.client import ASKED, MAX_KEY, make_app
+from torchrl_vllm_sync.errors import RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.serve.client import MAX_KEY, make_app
+from torchrl_vllm_sync.serve.sessions import ASKED, Asked, Sessions, chat_of, note_given
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,22 +39,38 @@ class OpenAIServer:
         >>> with service.serve() as server:
         ...     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
+    Attributes:
+        sessions: The :class:`~torchrl_vllm_sync.serve.sessions.Sessions` that asked this server,
+            with ``capture``. They are the server's, as its keys are: they end with it, and another
+            server of the service has others.
+
     Args:
         service: What answers.
-        host, port, api_key, options: As for :meth:`AsyncVLLM.serve`.
+        host, port, api_key, options, capture: As for :meth:`AsyncVLLM.serve`.
 
     Raises:
         UnsupportedArgumentError, NoReplicaAvailableError: As for :meth:`AsyncVLLM.serve`.
     """
 
     def __init__(
-        self, service: Any, host: str, port: int, api_key: str | None, options: Mapping[str, Any]
+        self,
+        service: Any,
+        host: str,
+        port: int,
+        api_key: str | None,
+        options: Mapping[str, Any],
+        capture: int = 0,
     ) -> None:
         key: Any = (os.environ.get("VLLM_API_KEY") or None) if api_key is None else api_key
         if key is not None and not (isinstance(key, str) and key and key.isascii()):
             raise UnsupportedArgumentError("api_key must be text of ASCII characters")
+        self.sessions: Any = Sessions(service.requests.tokenizer(), capture) if capture else None
+        making = make_app(service, key, options, self.sessions)
         with ThreadPoolExecutor(1) as pool:  # as a notebook's thread has a loop of its own
-            app: Any = pool.submit(asyncio.run, make_app(service, key, options)).result()
+            app: Any = pool.submit(asyncio.run, making).result()
+        for path in ("/sessions", "/v1/sessions") if capture else ():
+            path, rewarding = path + "/{name:path}/reward", _rewarding(self.sessions)
+            app.router.routes.append(Route(path, rewarding, methods=["POST"]))
         try:
             found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
@@ -61,7 +79,7 @@ class OpenAIServer:
             raise UnsupportedArgumentError(told) from error
         address: tuple[str, int] = listening.getsockname()[:2]
         self.host, self.port = address
-        app = Gate(app, key)
+        app = Gate(app, key, self.sessions)
         if ipaddress.ip_address(self.host).is_loopback:
             # Other sites' pages can have a browser here ask, under a name that they point to it.
             names = ["localhost", "127.0.0.1", self.host, f"[{self.host}]"]
@@ -99,14 +117,22 @@ class OpenAIServer:
 class Gate:
     """ASGI middleware: lets in who has the key, bounds bodies, and adds versions to answers."""
 
-    def __init__(self, app: Any, api_key: str | None) -> None:
-        self._app, self._bearer = app, b"" if api_key is None else f"Bearer {api_key}".encode()
+    def __init__(self, app: Any, api_key: str | None, sessions: Sessions | None) -> None:
+        self._app, self._sessions = app, sessions
+        self._bearer = b"" if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = Headers(scope=scope)
         # vLLM's own check leaves out some paths.
         is_open = not self._bearer or scope["path"] == "/health"
         given = headers.get("authorization", "").encode("latin-1")
+        asked = Asked(headers.get("x-group-id"))
+        if self._sessions is not None:
+            session = self._sessions.bound(given.removeprefix(b"Bearer ").decode("latin-1"))
+            if session is not None:
+                asked.session_id, asked.is_bound = session.id, True
+                scope = _with_header(scope, b"authorization", self._bearer)
+                given = self._bearer
         if not (is_open or secrets.compare_digest(given, self._bearer)):
             await _refusal(401, "the API key is wrong or missing")(scope, receive, send)
             return
@@ -122,19 +148,17 @@ class Gate:
             told = f"a body must have at most {MAX_BODY_BYTES} bytes"
             await _refusal(413, told)(scope, receive, send)
             return
-        if "x-session-id" not in headers and (user := _user(body)):
-            scope = {
-                **scope,
-                "headers": [*scope["headers"], (b"x-session-id", user.encode(errors="replace"))],
-            }
+        if self._sessions is not None:
+            body = _captured(self._sessions, asked, headers, body)
+        elif "x-session-id" not in headers and (user := _user(body)):
+            scope = _with_header(scope, b"x-session-id", user.encode(errors="replace"))
         whole = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
-        versions = set[int]()
-        ASKED.set((headers.get("x-group-id"), versions))
+        ASKED.set(asked)
 
         async def replay() -> Any:
             return next(whole, None) or await receive()
 
-        await self._app(scope, replay, _stamping(send, versions))
+        await self._app(scope, replay, _stamping(send, asked))
 
 
 def _refusal(code: int, told: str) -> JSONResponse:
@@ -142,27 +166,73 @@ def _refusal(code: int, told: str) -> JSONResponse:
     return JSONResponse({"error": error}, code, {"connection": "close"})
 
 
+def _with_header(scope: Any, name: bytes, value: bytes) -> Any:
+    others = [one for one in scope["headers"] if one[0].lower() != name]
+    return {**scope, "headers": [*others, (name, value)]}
+
+
+def _fields(body: bytearray) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
+        fields = json.loads(body)
+        return fields if isinstance(fields, dict) else {}
+    return {}
+
+
 def _user(body: bytearray) -> str:
     """OpenAI's field for the end user, which vLLM reads and does nothing with."""
-    if re.search(rb'"user"\s*:', body):
-        with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
-            asked = json.loads(body)
-            user = asked.get("user") if isinstance(asked, dict) else None
-            if isinstance(user, str) and len(user) <= MAX_KEY:
-                return user
-    return ""
+    user = _fields(body).get("user") if re.search(rb'"user"\s*:', body) else None
+    return user if isinstance(user, str) and len(user) <= MAX_KEY else ""
 
 
-def _stamping(send: Any, versions: set[int]) -> Any:
+def _captured(sessions: Sessions, asked: Asked, headers: Headers, body: bytearray) -> bytearray:
+    """The body with answers in it as they were sampled; notes whose session it is."""
+    fields = _fields(body)
+    if not asked.is_bound:
+        names = fields.get("session_id"), headers.get("x-session-id"), _user(body)
+        asked.session_id = next((one for one in names if one and isinstance(one, str)), None)
+    messages = fields.get("messages")
+    if asked.session_id is None or not isinstance(messages, list):
+        return body
+    if (session := sessions.get(asked.session_id)) is not None:
+        messages = fields["messages"] = session.as_sampled(messages)
+        body = bytearray(json.dumps(fields).encode())
+    asked.chat = chat_of(messages)
+    return body
+
+
+def _rewarding(sessions: Sessions) -> Any:
+    """Answers ``POST /sessions/{name}/reward``; who has a session's key may reward that one."""
+
+    async def reward(request: Any) -> JSONResponse:
+        name, asked = request.path_params["name"], ASKED.get()
+        session = sessions.get(name)
+        if session is None or (asked.is_bound and asked.session_id != name):
+            return _refusal(404, f"there is no session {name[:MAX_KEY]!r}")
+        try:
+            session.reward(json.loads(await request.body())["reward"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            told = str(error) if isinstance(error, RewardError) else f"no reward: {error!r}"
+            return _refusal(422, told)
+        return JSONResponse({"session": name, "reward": session.score})
+
+    return reward
+
+
+def _stamping(send: Any, asked: Asked) -> Any:
     """Sends an answer with its policy versions: in a header, and in each JSON object."""
     start: Any = None  # held back until it is known what answers
+    chat, told = asked.chat if asked.session_id is not None else None, bytearray()
 
     async def stamp(message: Any) -> None:
         nonlocal start
         if message["type"] == "http.response.start":
             start = message
             return
-        body, known = message.get("body", b""), sorted(versions)
+        body, known = message.get("body", b""), sorted(asked.versions)
+        if chat is not None:
+            told.extend(body)
+            if asked.answers and not message.get("more_body"):
+                note_given(bytes(told), asked.answers)
         end = next((one for one in (b"}\n\n", b"}") if known and body.endswith(one)), b"")
         if end:
             body = body.removesuffix(end) + f',"policy_versions":{known}'.encode() + end

@@ -918,7 +918,13 @@ class AsyncVLLM(RLvLLMEngine):
         return board
 
     def serve(
-        self, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, **options: Any
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        *,
+        capture: int = False,
+        **options: Any,
     ) -> OpenAIServer:
         """Returns an OpenAI server over the replicas, which ends with it or with the service.
 
@@ -929,6 +935,9 @@ class AsyncVLLM(RLvLLMEngine):
             port: Port to listen on, which must be free; 0 takes a free one.
             api_key: What clients must send as bearer token; ``VLLM_API_KEY`` if ``None``, and
                 without either anybody who reaches the address may ask.
+            capture: Keep what sessions ask and get, as tokens, in the server's ``sessions``; a
+                number is how many answers at most, by default 16,384. Sampling parameters that
+                their clients leave out are then vLLM's, not those of the checkpoint.
             **options: Those of ``vllm serve`` that concern answers, such as ``tool_call_parser``.
 
         Raises:
@@ -936,9 +945,13 @@ class AsyncVLLM(RLvLLMEngine):
             NoReplicaAvailableError: No replica could be asked for its configuration.
         """
         from torchrl_vllm_sync.serve.server import OpenAIServer  # what vLLM brings along
+        from torchrl_vllm_sync.serve.sessions import DEFAULT_LIMIT
 
         self.replicas.require()
-        server = OpenAIServer(self, host, port, api_key, options)
+        if capture is not True and capture is not False:
+            checks.check_integer("capture", capture, 1)
+        kept = DEFAULT_LIMIT if capture is True else int(capture)
+        server = OpenAIServer(self, host, port, api_key, options, kept)
         self._views = [*(one for one in self._views if one.is_open), server]
         return server
 
