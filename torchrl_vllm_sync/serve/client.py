@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,7 @@ async def make_app(
     if sessions is not None:  # what a client does not say is not to be what a loss cannot correct
         config.model_config.generation_config = "vllm"
     names = engine_args.served_model_name or engine_args.model
+    level = logging.root.level
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -126,5 +128,7 @@ async def make_app(
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         told = f"vLLM {vllm.__version__} cannot serve this, as vLLM 0.32 serves: {error!r}"
         raise errors.UnsupportedArgumentError(told) from error
+    finally:  # model_hosting_container_standards has raised it, for all of the process
+        logging.root.setLevel(level)
     app.router.routes[:] = [one for one in app.routes if getattr(one, "path", None) in PATHS]
     return app
