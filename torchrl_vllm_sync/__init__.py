@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.requests.messages import expand_spans as expand_spans
     from torchrl_vllm_sync.requests.messages import max_version as max_version
     from torchrl_vllm_sync.requests.messages import min_version as min_version
+    from torchrl_vllm_sync.rl.agents import AgentCollector as AgentCollector
     from torchrl_vllm_sync.rl.agents import session_rows as session_rows
     from torchrl_vllm_sync.rl.config import GRPOConfig as GRPOConfig
     from torchrl_vllm_sync.rl.corrections import RolloutCorrection as RolloutCorrection
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.routing.strategies import known_strategies as known_strategies
     from torchrl_vllm_sync.routing.strategies import register_strategy as register_strategy
     from torchrl_vllm_sync.serve.server import OpenAIServer as OpenAIServer
+    from torchrl_vllm_sync.serve.sessions import Session as Session
+    from torchrl_vllm_sync.serve.sessions import Sessions as Sessions
     from torchrl_vllm_sync.service.fleet import QueueLengthScaling as QueueLengthScaling
     from torchrl_vllm_sync.service.service import AsyncVLLM as AsyncVLLM
     from torchrl_vllm_sync.service.service import attach as attach

@@ -100,6 +100,23 @@ class RewardError(SyncError, ValueError):
     """Rewards are missing, not finite, or not one number a row; nothing was stored or queued."""
 
 
+class AgentError(SyncError, RuntimeError):
+    """An agent failed at a problem as often as it may; no row of its batch was handed on.
+
+    Attributes:
+        problem: Columns of the data set.
+        reasons: Why each attempt failed.
+    """
+
+    def __init__(self, problem: dict[str, Any], reasons: list[str]) -> None:
+        super().__init__(problem, reasons)
+        self.problem, self.reasons = problem, reasons
+
+    def __str__(self) -> str:
+        told = "; ".join(f"attempt {at}: {why}" for at, why in enumerate(self.reasons, 1))
+        return f"problem {self.problem!r}: {told}"
+
+
 class RowLayoutError(SyncError, ValueError):
     """Rows are not laid out as columns that belong together; nothing was stored or queued.
 

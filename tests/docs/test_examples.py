@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[2] / PACKAGE
 # These speak of engines, trainers, collectors or GPUs that the reader has.
 SPOKEN_OF = {
     "AdapterSource",
+    "AgentCollector",
     "AsyncVLLM",
     "Dashboard",
     "DashboardLogger",

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
+import os
+import secrets
+import signal
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv
 
-from torchrl_vllm_sync.errors import RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.checks import check_integer, check_seconds, in_thread
+from torchrl_vllm_sync.errors import AgentError, RewardError, UnsupportedArgumentError
+from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import expand_spans
 from torchrl_vllm_sync.rl import conversations as turns
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.policy import _Answers, _padded, vLLMWrapper
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector, _column, _primer
 from torchrl_vllm_sync.rl.rows import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torchrl_vllm_sync.serve.sessions import Session, SessionRow
+    from torchrl_vllm_sync.service.service import AsyncVLLM
 
 
 def session_rows(sessions: Sequence[Session], policy: vLLMWrapper) -> TensorDict:
@@ -121,3 +134,184 @@ def _as_output(row: SessionRow) -> Any:
     report = SimpleNamespace(spans=spans, num_cached_tokens=cached, **seconds)
     sample = SimpleNamespace(token_ids=said, finish_reason=last.finish_reason)
     return SimpleNamespace(outputs=[sample], sample_reports=[report], **vars(last.of))
+
+
+class AgentCollector(RolloutCollector):
+    """Runs agents that only know an address, and collects what they sampled there.
+
+    An agent is any program that asks an OpenAI server, in as many turns as it likes. Each problem
+    of the data set is given to ``num_samples`` runs, each with a key of its own, by which the
+    server knows what that run asked. Batches are those of :func:`session_rows`, with the data set's
+    columns, in its order. Otherwise it is a :class:`RolloutCollector`, by whose threads agents of
+    the next batches run while the trainer works (``max_staleness``).
+
+    Example:
+        >>> def agent(base_url, api_key, problem):
+        ...     client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        ...     asked = [{"role": "user", "content": problem["query"]}]
+        ...     answer = client.chat.completions.create(model="m", messages=asked)
+        ...     return float(problem["answer"] in answer.choices[0].message.content)
+        >>> collector = AgentCollector(service, agent, sums, num_samples=8,
+        ...     dialog_turns_per_batch=64, replay_buffer=buffer)
+
+    Args:
+        service: What the agents ask.
+        agent: A function, also an ``async`` one, called in a thread of its own as ``agent(base_url,
+            api_key, problem)`` with the problem's columns in a dict. It returns a reward, or
+            ``None`` if one came over HTTP, ``POST {base_url}/sessions/{api_key}/reward``. Or a
+            command, as a list: it finds ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its
+            environment and the problem as JSON on its standard input; its reward came over HTTP, or
+            is the number on the last line that it prints. Other than 0, its exit status is a
+            failure.
+        dataloader: As that of ``ChatEnv.from_dataloader``; a column of texts is ``"query"``.
+        dialog_turns_per_batch: Runs of a batch. Where sessions fork there are more rows.
+        num_samples: Runs of each problem, for :class:`GroupAdvantage`.
+        policy: Says how rows look and what sampling they may come from; by default the service's
+            tokenizer and sampling as the model is.
+        concurrency: How many run at once.
+        timeout_s: Seconds that one run may take.
+        max_attempts: Runs that fail, or give no reward, are made anew so often.
+        server_options: Arguments of :meth:`AsyncVLLM.serve`, such as ``tool_call_parser``.
+        **kwargs: ``RolloutCollector``'s, but ``env``, ``keep`` and what yields trajectories.
+
+    Raises:
+        UnsupportedArgumentError: An argument is out of range, or not for agents.
+        AgentError: While iterating: an agent has failed ``max_attempts`` times at a problem.
+        UncorrectableSamplingError: While iterating: an agent asked for other sampling.
+    """
+
+    def __init__(
+        self,
+        service: AsyncVLLM,
+        agent: Callable[[str, str, dict[str, Any]], Any] | Sequence[str],
+        dataloader: Iterable[dict[str, Any]],
+        *,
+        dialog_turns_per_batch: int,
+        num_samples: int = 1,
+        policy: vLLMWrapper | None = None,
+        concurrency: int = 64,
+        timeout_s: float = 600.0,
+        max_attempts: int = 3,
+        server_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        counts = {"dialog_turns_per_batch": dialog_turns_per_batch, "num_samples": num_samples}
+        for name, value in (
+            counts | {"concurrency": concurrency, "max_attempts": max_attempts}
+        ).items():
+            check_integer(name, value, 1)
+        check_seconds("timeout_s", timeout_s)
+        for name in ("keep", "yield_completed_trajectories", "yield_only_last_steps"):
+            if kwargs.get(name):
+                raise UnsupportedArgumentError(f"{name} is not for agents")
+        if policy is None:
+            tokenizer = service.requests.tokenizer()
+            settings = {"input_mode": "history", "chat_template": tokenizer.chat_template}
+            policy = vLLMWrapper(service, tokenizer=tokenizer, return_log_probs=True, **settings)
+        env: Any = ChatEnv.from_dataloader(
+            dataloader=dataloader,  # pyright: ignore[reportArgumentType]
+            batch_size=(dialog_turns_per_batch,),
+            repeats=num_samples,
+            tokenizer=policy.tokenizer,
+            input_mode="history",
+        )
+        env = env.append_transform(StepCounter(max_steps=1))
+        kwargs |= {"policy": policy, "dialog_turns_per_batch": dialog_turns_per_batch}
+        super().__init__(env, **kwargs)
+        self.agent, self.timeout_s, self.max_attempts = agent, timeout_s, max_attempts
+        self._running = asyncio.Semaphore(concurrency)
+        options = {"api_key": secrets.token_hex(), **(server_options or {}), "capture": True}
+        self._server = service.serve(**options)
+        self._url = f"{self._server.url}/v1"
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Ends the server, and with it what agents ask.
+
+        Args:
+            *args, **kwargs: ``LLMCollector``'s.
+        """
+        self._server.close()
+        super().shutdown(*args, **kwargs)
+
+    def _answers(self, loaded: Sequence[Any], of_row: list[int], **given: Any) -> TensorDict:
+        """The rows of the agents' sessions, with what the data set has of each."""
+        del given
+        names: list[Any] = [*_primer(self.env).primers.keys()]
+        problems = [{name: _plain(one.get(name)) for name in names} for one in loaded]
+        sessions = run_blocking(self._sessions([problems[at] for at in of_row]))
+        rows = session_rows(sessions, self.policy)
+        of = [at for at, one in zip(of_row, sessions, strict=True) for _ in one.rows]
+        return rows.update({name: _column([one.get(name) for one in loaded])[of] for name in names})
+
+    def _scored(self, rows: TensorDict) -> TensorDict:
+        """The environment's step, with the sessions' rewards and ends."""
+        found: Any = rows.pop("next")
+        rows = super()._scored(rows)
+        rows["next"] = rows.get("next").update(found)
+        return rows
+
+    async def _sessions(self, problems: Sequence[dict[str, Any]]) -> list[Session]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._session(one)) for one in problems]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [one.result() for one in tasks]
+
+    async def _session(self, problem: dict[str, Any]) -> Session:
+        """The session of an agent that has ended with a reward; those of failed ones are gone."""
+        run = self._call if callable(self.agent) else self._execute
+        reasons = list[str]()
+        while len(reasons) < self.max_attempts:
+            async with self._running:
+                session = self._server.sessions.open()
+                try:
+                    async with asyncio.timeout(self.timeout_s):
+                        given = await run(session.id, problem)
+                    if session.score is None and given is not None:
+                        session.reward(given)
+                    if session.score is not None and session.rows:
+                        return session
+                    reasons.append("no reward" if session.rows else "nothing was asked for")
+                except TimeoutError:
+                    reasons.append(f"it took more than {self.timeout_s:g} s")
+                except Exception as error:  # noqa: BLE001  agents may raise anything
+                    reasons.append(f"{type(error).__name__}: {error}")
+                finally:
+                    self._server.sessions.take(session.id)
+        raise AgentError(problem, reasons)
+
+    async def _call(self, key: str, problem: dict[str, Any]) -> Any:
+        def call() -> Any:
+            found: Any = self.agent(self._url, key, dict(problem))  # pyright: ignore[reportCallIssue]
+            if inspect.isawaitable(found):
+                return asyncio.run(asyncio.wait_for(found, self.timeout_s))
+            return found
+
+        # Left behind when its time is over; its key is not good for anything then.
+        return await asyncio.shield(asyncio.wrap_future(in_thread("agent", call)))
+
+    async def _execute(self, key: str, problem: dict[str, Any]) -> Any:
+        known = {**os.environ, "OPENAI_BASE_URL": self._url, "OPENAI_API_KEY": key}
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        command: Any = self.agent
+        process = await asyncio.create_subprocess_exec(
+            *command, **pipes, env=known, start_new_session=True
+        )
+        try:
+            said, told = await process.communicate(json.dumps(problem).encode())
+        except BaseException:  # with all that it has started
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            raise
+        if process.returncode:
+            end = told.decode(errors="replace").strip()[-200:]
+            raise RuntimeError(f"exit status {process.returncode}: {end}")
+        with suppress(ValueError):
+            return float(said.decode(errors="replace").rstrip().rpartition("\n")[2])
+
+
+def _plain(value: Any) -> Any:
+    """A value of the data set as JSON has it."""
+    return value.tolist() if isinstance(value, torch.Tensor) else getattr(value, "data", value)

@@ -605,8 +605,9 @@ class RolloutCollector(LLMCollector):
         """The environment's step, by its own transforms."""
         env, num_rows = self.env, rows.numel()
         step = rows.select(*_primer(env).primers.keys())
-        full = TensorDict({"prompt": rows.get("history").full}, num_rows)
-        step["history"] = ChatHistory._from_tensordict(full)
+        if (history := rows.get("history", None)) is not None:  # which agents have none of
+            full = TensorDict({"prompt": history.full}, num_rows)
+            step["history"] = ChatHistory._from_tensordict(full)
         for of in (rows, step):
             for name, spec in env.full_done_spec.items(True, True):
                 of[name] = torch.zeros(num_rows, *spec.shape[1:], dtype=spec.dtype)

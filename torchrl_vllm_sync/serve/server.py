@@ -128,7 +128,7 @@ class Gate:
         given = headers.get("authorization", "").encode("latin-1")
         asked = Asked(headers.get("x-group-id"))
         if self._sessions is not None:
-            session = self._sessions.bound(given.removeprefix(b"Bearer ").decode("latin-1"))
+            session = self._sessions._bound(given.removeprefix(b"Bearer ").decode("latin-1"))
             if session is not None:
                 asked.session_id, asked.is_bound = session.id, True
                 scope = _with_header(scope, b"authorization", self._bearer)
@@ -194,7 +194,7 @@ def _captured(sessions: Sessions, asked: Asked, headers: Headers, body: bytearra
     if asked.session_id is None or not isinstance(messages, list):
         return body
     if (session := sessions.get(asked.session_id)) is not None:
-        messages = fields["messages"] = session.as_sampled(messages)
+        messages = fields["messages"] = session._as_sampled(messages)
         body = bytearray(json.dumps(fields).encode())
     asked.chat = chat_of(messages)
     return body

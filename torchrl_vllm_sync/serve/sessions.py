@@ -68,21 +68,23 @@ class SessionRow:
     forked: bool = False  # as earlier turns were shown in another way
 
 
-@dataclass(eq=False)
 class Session:
     """What one session asked and got.
 
     Attributes:
-        id: Its name; of one that :meth:`Sessions.open` made also its key.
-        rows: Its :class:`SessionRow` objects, mostly one.
+        rows: What :func:`session_rows` makes rows of, mostly one.
         score: The reward, once there is one.
+
+    Args:
+        id: Its name; of one that :meth:`Sessions.open` made also its key.
     """
 
-    id: str
-    rows: list[SessionRow] = field(default_factory=list)
-    score: float | None = None
-    is_bound: bool = False
-    _answers: list[Answer] = field(default_factory=list)
+    def __init__(self, id: str) -> None:  # noqa: A002  as it is called elsewhere
+        self.id = id
+        self.rows: list[SessionRow] = []
+        self.score: float | None = None
+        self._is_bound = False
+        self._answers: list[Answer] = []
 
     def reward(self, value: float) -> None:
         """Sets the reward; a later one takes its place.
@@ -99,7 +101,7 @@ class Session:
             raise RewardError(f"session {self.id!r}: {told}")
         self.score = float(value)
 
-    def as_sampled(self, messages: Sequence[Any]) -> list[Any]:
+    def _as_sampled(self, messages: Sequence[Any]) -> list[Any]:
         """Messages of a request, in which answers are the text that was sampled."""
         given = {(one.turn.num_messages, one.said): one for one in self._answers if one.said}
         found = [given.get((at, _said(one))) for at, one in enumerate(messages)]
@@ -110,7 +112,7 @@ class Session:
             for one, answer in zip(messages, found, strict=True)
         ]
 
-    def before(
+    def _before(
         self, ids: list[int], text: str, chat: list[dict[str, str]] | None
     ) -> tuple[Answer | None, str | None, bool]:
         """The answer that a prompt goes on from, what its text has behind that, if it forks."""
@@ -121,7 +123,7 @@ class Session:
                 return one, rest, False
         return None, None, any(is_of(one.turn, chat or [], one.end) for one in self._answers)
 
-    def add(self, answer: Answer, read: list[int], before: Answer | None, *, forked: bool) -> None:
+    def _add(self, answer: Answer, read: list[int], before: Answer | None, *, forked: bool) -> None:
         """Keeps an answer to the tokens that were read, in the row that ends where they begin."""
         self._answers.append(answer)
         kept = 0 if before is None else len(before.turn.ids)
@@ -142,9 +144,9 @@ class Recording:
         self._sessions, self._asked, self._text = sessions, asked, prompt.get("prompt") or ""
         self.prompt_ids: list[int] = list(prompt["prompt_token_ids"])
         known = sessions.get(asked.session_id or "") or Session("")
-        self._before, rest, self._forked = known.before(self.prompt_ids, self._text, asked.chat)
+        self._before, rest, self._forked = known._before(self.prompt_ids, self._text, asked.chat)
         if self._before is not None and rest is not None:
-            self.prompt_ids = self._before.turn.ids + sessions.encode(rest, self._before.end)
+            self.prompt_ids = self._before.turn.ids + sessions._encode(rest, self._before.end)
         self.params = copy.copy(params)
         if params.logprobs is None:
             self.params.logprobs = 0
@@ -168,14 +170,14 @@ class Recording:
         """Keeps what was answered to the end; what its client did not wait for is not."""
         asked, sessions = self._asked, self._sessions
         for _, one in sorted(self._samples.items()):
-            answer, one.params = sessions.decode(one.token_ids), self.params
+            answer, one.params = sessions._decode(one.token_ids), self.params
             if one.finish_reason == "stop" and one.token_ids:
-                one.end = sessions.decode([one.token_ids[-1]])
-                one.end = one.end if one.token_ids[-1] in sessions.special_ids else ""
+                one.end = sessions._decode([one.token_ids[-1]])
+                one.end = one.end if one.token_ids[-1] in sessions._special_ids else ""
             num_messages, ids = len(asked.chat or ()), self.prompt_ids + one.token_ids
             one.turn = Turn(num_messages, self._text, answer, ids)
             asked.answers.append(one)
-            sessions.keep(asked, one, self.prompt_ids, self._before, forked=self._forked)
+            sessions._keep(asked, one, self.prompt_ids, self._before, forked=self._forked)
 
 
 class Sessions(Mapping[str, Session]):
@@ -187,13 +189,17 @@ class Sessions(Mapping[str, Session]):
 
     Attributes:
         num_dropped: Sessions that were dropped.
+
+    Args:
+        tokenizer: The engines'.
+        limit: How many answers are kept.
     """
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit, self.num_dropped = tokenizer, limit, 0
         self._known: dict[str, Session] = {}
         self._lock, self._size = threading.Lock(), 0
-        self.special_ids = {*tokenizer.all_special_ids}
+        self._special_ids = {*tokenizer.all_special_ids}
 
     def __getitem__(self, session_id: str) -> Session:
         return self._known[session_id]
@@ -206,7 +212,8 @@ class Sessions(Mapping[str, Session]):
 
     def open(self) -> Session:
         """Returns a session for whoever sends its ``id`` as API key, until it is taken."""
-        session = Session(secrets.token_urlsafe(24), is_bound=True)
+        session = Session(secrets.token_urlsafe(24))
+        session._is_bound = True
         with self._lock:
             self._known[session.id] = session
         return session
@@ -216,6 +223,9 @@ class Sessions(Mapping[str, Session]):
 
         Args:
             *session_ids: Which; if none are named, all that have a reward.
+
+        Returns:
+            The sessions, in that order.
 
         Raises:
             KeyError: One is not there; then all stay.
@@ -231,12 +241,12 @@ class Sessions(Mapping[str, Session]):
         self._size -= len(session._answers)
         del self._known[session.id]
 
-    def bound(self, key: str) -> Session | None:
+    def _bound(self, key: str) -> Session | None:
         """The session whose key this is."""
         session = self._known.get(key)
-        return session if session is not None and session.is_bound else None
+        return session if session is not None and session._is_bound else None
 
-    def keep(self, asked: Asked, answer: Answer, *turn: Any, forked: bool) -> None:
+    def _keep(self, asked: Asked, answer: Answer, *turn: Any, forked: bool) -> None:
         """Adds an answer to its session, and drops the oldest sessions if these are too many."""
         name = asked.session_id or ""
         with self._lock:
@@ -244,10 +254,10 @@ class Sessions(Mapping[str, Session]):
                 return  # taken: nobody waits for it
             session = self._known.pop(name, None) or Session(name)
             self._known[name] = session
-            session.add(answer, *turn, forked=forked)
+            session._add(answer, *turn, forked=forked)
             self._size += 1
             while self._size > self._limit:
-                others = [one for one in self._known.values() if not one.is_bound]
+                others = [one for one in self._known.values() if not one._is_bound]
                 if not others:
                     break
                 self._remove(next((one for one in others if one.score is None), others[0]))
@@ -256,10 +266,10 @@ class Sessions(Mapping[str, Session]):
                     told = "%s sessions were dropped: more than %s answers were to be kept"
                     logger.warning(told, self.num_dropped, self._limit)
 
-    def decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def encode(self, rest: str, end: str) -> list[int]:
+    def _encode(self, rest: str, end: str) -> list[int]:
         """The tokens of what follows an answer: as in the midst of a prompt."""
         anchor = end or self._tokenizer.eos_token or ""
         whole, first = self._tokenizer([anchor + rest, anchor], add_special_tokens=False)[
@@ -298,7 +308,8 @@ def note_given(body: bytes, answers: Sequence[Answer]) -> None:
         one = messages.setdefault(choice["index"], {"content": "", "tool_calls": {}})
         part = choice.get("message") or choice.get("delta") or {}
         one["content"] += part.get("content") or ""
-        for at, call in enumerate(part.get("tool_calls") or ()):
+        tools: list[Any] = part.get("tool_calls") or []
+        for at, call in enumerate(tools):
             known = one["tool_calls"].setdefault(call.get("index", at), {})
             for name, text in (call.get("function") or {}).items():
                 known[name] = known.get(name, "") + (text or "")
