@@ -119,6 +119,7 @@ def test_an_agent_s_rows_are_those_of_the_collector(service, name):
 
 
 @pytest.mark.parametrize("way", ["http", "line"])
+@pytest.mark.slow
 def test_a_command_is_an_agent_that_knows_an_address(service, name, way):
     (rows,) = collect(service, [sys.executable, "-c", SCRIPT, name, way])
     wanted = 0.5 if way == "http" else 2.5
@@ -128,6 +129,7 @@ def test_a_command_is_an_agent_that_knows_an_address(service, name, way):
     assert len({*queries}) == ROWS // GROUP
 
 
+@pytest.mark.slow
 def test_an_agent_is_trained_through_its_address(service, name, checkpoint):
     model = perturbed(load_tiny_model(checkpoint), seed=5)
     updater = WeightUpdater(service, source=model)
@@ -159,6 +161,7 @@ def fails_at_first(name):
     return agent
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_made_anew_and_leaves_nothing(service, name):
     (rows,) = collect(service, fails_at_first(name))
     assert len(rows) == ROWS
@@ -175,6 +178,7 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("way", FAULTY)
+@pytest.mark.slow
 def test_an_agent_that_fails_is_told_of_with_its_problem(service, way):
     agent, why = FAULTY[way]
     before = threading.active_count()
@@ -187,6 +191,7 @@ def test_an_agent_that_fails_is_told_of_with_its_problem(service, way):
     eventually(lambda: threading.active_count() <= before)
 
 
+@pytest.mark.slow
 def test_rewards_must_be_finite_numbers(service, name):
     def agent(base_url, key, problem):
         asks_once(name)(base_url, key, problem)
@@ -196,6 +201,7 @@ def test_rewards_must_be_finite_numbers(service, name):
         [*collect(service, agent, max_attempts=1)]
 
 
+@pytest.mark.slow
 def test_what_the_loss_cannot_correct_is_refused(service, name):
     with pytest.raises(UncorrectableSamplingError, match=r"temperature=0\.5"):
         [*collect(service, asks_once(name, temperature=0.5))]

@@ -24,7 +24,7 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 KILLS = True
-pytestmark = QUIET
+pytestmark = [pytest.mark.slow, *QUIET]
 KEY = "a-key"
 
 

@@ -275,6 +275,7 @@ def test_an_updater_pushes_by_broadcast(broadcasting, model):
     broadcasting.use_transport(broadcast())
 
 
+@pytest.mark.slow
 def test_a_trainer_in_another_process(broadcasting, checkpoint, model):
     trainer = Trainer.remote(broadcasting, checkpoint)
     versions = []

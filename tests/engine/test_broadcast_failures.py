@@ -395,7 +395,8 @@ def test_staged_weights_need_memory_that_was_asked_for_at_launch(faulty, trained
 # ---------------------------------------------------------------- two trainers
 
 
-@pytest.mark.parametrize("transport", ["broadcast", pytest.param("memmap", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["broadcast", "memmap"])
 def test_of_two_trainers_at_once_one_pushes_and_the_other_is_told_who(
     faulty, trained, untied_checkpoint, tmp_path, transport
 ):

@@ -60,6 +60,7 @@ def test_no_row_is_older_than_the_bound_and_answers_go_on_across_pushes(service,
     assert {*trained.lengths} == {60}
 
 
+@pytest.mark.slow
 def test_without_the_pace_rows_get_older(service, checkpoint, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(Ledger, "_batches_ahead", lambda *_: 0)
@@ -97,6 +98,7 @@ def die_between_writing_and_saying_so(collector):
     collector._deliver = lambda: os._exit(1)
 
 
+@pytest.mark.slow
 def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, checkpoint):
     pacer = Pacer(2, ROWS, shared=True, timeout_s=60.0)
     config = {"num_cpus": 0, "num_gpus": 0}

@@ -33,6 +33,7 @@ from torchrl_vllm_sync.service.replicas import Membership
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights.source import as_weight_source
 
+pytestmark = pytest.mark.slow
 REPAIR_S = 200.0
 PROMPTS = [[5 + one, 9, 11] for one in range(16)]
 

@@ -220,6 +220,7 @@ def test_a_callers_own_salt_still_separates(pushed):
     assert [cached("a"), cached("a"), cached("b"), cached("a")] == [0, 96, 0, 96]
 
 
+@pytest.mark.slow
 async def test_many_pushes_under_load_lose_nothing(pushed):
     service, model = pushed
     first = service.weight_version

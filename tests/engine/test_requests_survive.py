@@ -138,7 +138,10 @@ def kill_actor(service, index):
     return functools.partial(ray.kill, service.actors[index])
 
 
-@pytest.mark.parametrize(("index", "kill"), [(0, kill_engine_core), (1, kill_actor)])
+@pytest.mark.parametrize(
+    ("index", "kill"),
+    [(0, kill_engine_core), pytest.param(1, kill_actor, marks=pytest.mark.slow)],
+)
 def test_requests_of_a_killed_replica_go_to_the_others(doomed, monkeypatch, index, kill):
     """In this order: after the first case two replicas are left, after the second one."""
     prompts = [make_prompt(i) for i in range(120)]

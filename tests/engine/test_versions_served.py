@@ -318,7 +318,8 @@ class Elsewhere:
         return self.service.generate([5, 6, 7], min_version=version).min_version
 
 
-@pytest.mark.parametrize("way", ["pickled", pytest.param("attached", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["pickled", "attached"])
 def test_another_process_notices_a_push(pushed, way):
     service, model = pushed
     version = service.weight_version
