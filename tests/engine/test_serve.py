@@ -8,9 +8,13 @@ import json
 import os
 import pickle
 import signal
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from random import Random  # noqa: TID251  seeded
 
 import openai
+import psutil
 import pytest
 import ray
 
@@ -213,6 +217,84 @@ def test_large_bodies_are_refused(server):
     assert ask(server, "/v1/completions", None, length)[0] == 413
     chunks = (bytes(1 << 20) for _ in range(33))  # whose length is not said before
     assert ask(server, "/v1/completions", chunks)[0] == 413
+
+
+@pytest.fixture
+def hasty(service, monkeypatch):
+    """A server that waits for its clients for a second."""
+    monkeypatch.setattr("torchrl_vllm_sync.serve.server.SLOW_S", 1)
+    with service.serve(api_key=KEY) as server:
+        yield server
+
+
+def connections(server):
+    return len(server._server.server_state.connections)
+
+
+def test_who_sends_or_reads_no_more_is_let_go(service, hasty, name):
+    headers = f"Host: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: %d\r\n\r\n"
+    asked = {"model": name, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "n": 16}
+    body = json.dumps({**asked, "stream": True, "logprobs": 5}).encode()
+    with contextlib.ExitStack() as stack:
+        silent, deaf = (
+            stack.enter_context(socket.create_connection((hasty.host, hasty.port), 30))
+            for _ in range(2)
+        )
+        silent.sendall(b"POST /v1/completions HTTP/1.1\r\n" + (headers % 1000).encode() + b"{")
+        assert b" 408 " in silent.recv(1000)
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        deaf.sendall(b"POST /v1/completions HTTP/1.1\r\n" + (headers % len(body)).encode() + body)
+        eventually(lambda: connections(hasty) == 1)
+        eventually(lambda: connections(hasty) == 0)
+    eventually(lambda: is_idle(service))
+
+
+def nonsense(random):
+    """What no client sends: bytes, heads without a body, bodies that are no request."""
+    head = "POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n"
+    values = [None, True, -1, 2**70, 1e308, "\ud800", "x" * 10**5, [], {}, [[[0]]], {"a": {}}]
+    fields = ["model", "prompt", "messages", "max_tokens", "stop", "n", "logprobs", "stream"]
+    fields += ["logit_bias", "tools", "response_format", "user", "echo", "seed", "temperature"]
+    path = random.choice(["completions", "chat/completions", "models", "../health", "\0"])
+    head %= path, random.choice([KEY, KEY, KEY, "wrong", "\xff"])
+    body = json.dumps({one: random.choice(values) for one in random.sample(fields, 6)}).encode()
+    bodies = [body, body[: len(body) // 2], b"[" * 10**5, random.randbytes(1000), b""]
+    body = random.choice(bodies)
+    length = random.choice([len(body), len(body), len(body) + 9, -1, 10**30, "x"])
+    whole = head.encode("latin-1") + f"Content-Length: {length}\r\n\r\n".encode() + body
+    return random.choice([whole, whole, whole, whole[: len(whole) // 2], random.randbytes(500)])
+
+
+@pytest.mark.slow
+def test_nonsense_costs_its_sender_one_answer(service, hasty, name):
+    random, own = Random(7), psutil.Process()
+
+    def send(sent):
+        """The status that it is answered with; none for what has no end."""
+        answer = b""
+        with (
+            socket.create_connection((hasty.host, hasty.port), 4) as connection,
+            contextlib.suppress(OSError),  # it may have hung up by then
+        ):
+            connection.sendall(sent)
+            while b"\r\n\r\n" not in answer and (more := connection.recv(2**16)):
+                answer += more
+        return answer[9:12]
+
+    def flood(number):
+        with ThreadPoolExecutor(25) as pool:
+            codes = set(pool.map(send, [nonsense(random) for _ in range(number)]))
+        eventually(lambda: connections(hasty) == 0)
+        eventually(lambda: is_idle(service))
+        return codes, (own.num_threads(), own.num_fds())
+
+    _, before = flood(50)
+    codes, after = flood(300)
+    assert all(then <= now + 2 for now, then in zip(before, after, strict=True))
+    assert codes >= {b"400", b"401", b"404", b"408"}
+    assert b"500" not in codes
+    asked = {"model": name, "prompt": "x", "max_tokens": 1}
+    assert ask(hasty, "/v1/completions", asked)[0] == 200
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": -1}, {"logprobs": 10**6}, {"prompt": [10**6]}])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_BODY_BYTES = 32 << 20
+SLOW_S = 60  # for a client to send what it asks, or to read on
 CLOSE_S = 2  # for answers that are under way when the server is closed
 
 
@@ -74,6 +75,8 @@ class OpenAIServer:
         try:
             found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
+            # Connections have it from here: Linux closes one whose reader stands still.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SLOW_S)
         except (OSError, UnicodeError, OverflowError, TypeError) as error:
             told = f"host and port must be free to listen on, got {host!r} and {port!r}: {error}"
             raise UnsupportedArgumentError(told) from error
@@ -138,12 +141,17 @@ class Gate:
             return
         size, body = int(headers.get("content-length", 0)), bytearray()
         has_more = scope["path"] != "/health"  # which anybody may ask, and which reads none
-        while has_more and size <= MAX_BODY_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            size, has_more = max(size, len(body)), message.get("more_body", False)
+        try:
+            async with asyncio.timeout(SLOW_S):
+                while has_more and size <= MAX_BODY_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    body += message.get("body", b"")
+                    size, has_more = max(size, len(body)), message.get("more_body", False)
+        except TimeoutError:
+            await _refusal(408, f"a body must come within {SLOW_S} s")(scope, receive, send)
+            return
         if size > MAX_BODY_BYTES:
             told = f"a body must have at most {MAX_BODY_BYTES} bytes"
             await _refusal(413, told)(scope, receive, send)
