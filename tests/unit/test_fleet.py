@@ -26,7 +26,7 @@ SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaStat
 class Pusher:
     """Pushes nothing."""
 
-    committed_run_id = None
+    committed_run_id = slept_s = None
 
     def __init__(self, committed=0):
         self.committed = committed
