@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
 from torch.distributed import DistError, TCPStore
 
-from tests.processes import stop
+from tests.processes import Child, stop
 from torchrl_vllm_sync.weights.broadcast.group import BoundedStore
 
 HOST = """
@@ -26,12 +25,8 @@ sys.stdin.read()
 @pytest.fixture
 def host():
     """A process that hosts a store, and its port; it may be stopped."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process, int(process.stdout.readline())
-    process.kill()
-    process.communicate()
+    with closing(Child(HOST)) as child:
+        yield child, int(child.stdout.readline())
 
 
 def connected(port):

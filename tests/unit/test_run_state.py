@@ -4,8 +4,6 @@ import itertools
 import json
 import random  # noqa: TID251  its state is what is saved
 import signal
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
+from tests.processes import Child
 from tests.unit.test_policy import CannedService, lists_are_stacks  # noqa: F401
 from tests.unit.test_rollouts import (
     collector,
@@ -550,11 +549,11 @@ run.save(sys.argv[1], step=2)
 
 def test_a_save_that_is_killed_leaves_the_earlier_one_whole(tmp_path):
     where = ["state", "model", "record", "rename"]
-    killed = [
-        subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path / one), one]) for one in where
-    ]
-    for one, process in zip(where, killed, strict=True):
-        assert process.wait(50) == -signal.SIGKILL
+    killed = [Child(SAVES, tmp_path / one, one) for one in where]
+    for one, child in zip(where, killed, strict=True):
+        child.process.join(50)
+        assert child.process.exitcode == -signal.SIGKILL
+        child.close()
         left = sorted(each.name for each in (tmp_path / one).iterdir())
         assert left == [".step-00000002", "step-00000001"]
         model = torch.nn.Linear(4, 4)

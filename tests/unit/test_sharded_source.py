@@ -5,7 +5,6 @@ import contextlib
 import copy
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.processes import PROCESSES
 from torchrl_vllm_sync import PushReport, as_weight_source
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.weights import sharded as sharded_module
@@ -36,19 +36,6 @@ from torchrl_vllm_sync.weights.sharded import (
 )
 from torchrl_vllm_sync.weights.source import fit_to_model
 
-# Everything a process imports is imported once, by the server that processes are forked from.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "torchrl_vllm_sync.weights.source",
-        "torchrl.modules.llm",  # this and conversions are imported late
-        "transformers.core_model_loading",
-        "transformers.models.qwen2.modeling_qwen2",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "torch.distributed.fsdp",
-        "pytest",
-    ]
-)
 STEP_S, FOLLOW_S = 6.0, 12.0
 TINY = {
     "vocab_size": 63,  # no multiple of the number of ranks

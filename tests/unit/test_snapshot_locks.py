@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from tests.processes import stop
+from tests.processes import Child, stop
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import SnapshotError
 from torchrl_vllm_sync.weights.snapshots import transport as writer_module
@@ -34,28 +34,18 @@ sys.stdin.readline()
 """
 
 
-class OtherReader:
+class OtherReader(Child):
     """A reader in a process of its own, in the middle of reading."""
 
     def __init__(self, directory):
-        command = [sys.executable, "-c", OTHER_PROCESS, str(directory)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, **pipes, text=True, bufsize=1)
-        assert self.process.stdout.readline() == "reading\n"
+        super().__init__(OTHER_PROCESS, directory)
+        assert self.stdout.readline() == "reading\n"
 
     def let_go(self, line=""):
         """Returns the values that it has read."""
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        values = self.process.stdout.readline().split()
-        assert self.process.stdout.readline() == "let go\n"
+        values = self.ask(line).split()
+        assert self.stdout.readline() == "let go\n"
         return values
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 def publish(writer, version):
@@ -150,11 +140,11 @@ def test_a_stopped_reader_keeps_its_slot_until_it_lets_go_and_the_writer_goes_on
     """A child that it forked meanwhile keeps nothing."""
     publish(writer, 1)
     with closing(OtherReader(tmp_path)) as reader:
-        stop(reader.process.pid)
+        stop(reader.pid)
         for version in range(2, 8):
             publish(writer, version)
         assert locked(tmp_path) == ["slot-1-0"]
-        reader.process.send_signal(signal.SIGCONT)
+        os.kill(reader.pid, signal.SIGCONT)
         assert reader.let_go("fork") == ["1"]
         assert locked(tmp_path) == []
 
@@ -164,7 +154,7 @@ def test_a_reader_that_is_killed_holds_nothing_also_if_it_was_stopped(tmp_path, 
     with SnapshotWriter(tmp_path, layout=layout) as writer:
         name = publish(writer, 1).path.name
         with closing(OtherReader(tmp_path)) as reader:
-            stop(reader.process.pid)
+            stop(reader.pid)
             assert locked(tmp_path) == [name]
         assert locked(tmp_path) == []
 

@@ -3,14 +3,12 @@
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
 import torch
 
-from tests.processes import stop
+from tests.processes import Child, stop
 from torchrl_vllm_sync import ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.weights.snapshots import files
@@ -23,7 +21,6 @@ NAMES = ("a", "b")
 OTHER_PROCESS = """
 import os, sys, torch
 from torchrl_vllm_sync.errors import SyncError
-from tests.processes import stop
 from torchrl_vllm_sync import ParamMeta
 from torchrl_vllm_sync import SnapshotWriter
 writer = SnapshotWriter(sys.argv[1], layout=sys.argv[2])
@@ -58,24 +55,10 @@ while line := sys.stdin.readline():
 """
 
 
-class OtherProcess:
-    def __init__(self, directory, layout):
-        command = [sys.executable, "-c", OTHER_PROCESS, str(directory), layout]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def ask(self, line):
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.kill()
-        self.process.wait()
+def other_process(directory, layout):
+    other = Child(OTHER_PROCESS, directory, layout)
+    assert other.stdout.readline() == "ready\n"
+    return closing(other)
 
 
 @pytest.fixture(params=["slots", "versions"])
@@ -85,9 +68,8 @@ def layout(request):
 
 @pytest.fixture
 def other(tmp_path, layout):
-    other = OtherProcess(tmp_path, layout)
-    yield other
-    other.close()
+    with other_process(tmp_path, layout) as other:
+        yield other
 
 
 def tensors(version):
@@ -109,12 +91,12 @@ def assert_whole(directory, version):
 
 def test_a_second_writer_is_refused_and_a_stopped_one_fenced(tmp_path, layout, other):
     assert other.ask(1) == "published"
-    with pytest.raises(SnapshotError, match=f"another writer holds it: pid {other.process.pid} "):
+    with pytest.raises(SnapshotError, match=f"another writer holds it: pid {other.pid} "):
         SnapshotWriter(tmp_path, layout=layout)
-    stop(other.process.pid)
+    stop(other.pid)
     with SnapshotWriter(tmp_path, layout=layout, takeover=True) as writer:
         assert writer.last_version == 1
-        other.process.send_signal(signal.SIGCONT)
+        os.kill(other.pid, signal.SIGCONT)
         assert other.ask(2) == "FencedWriterError"
         assert_whole(tmp_path, 1)
         publish(writer, 2)
@@ -129,16 +111,16 @@ def test_a_stopped_writer_that_outlives_its_successor_tears_nothing(tmp_path, la
         with SnapshotWriter(tmp_path, layout=layout) as ended:
             for version in (0, 1, 2):
                 publish(ended, version)
-    with closing(OtherProcess(tmp_path, layout)) as first:
+    with other_process(tmp_path, layout) as first:
         for version in (3, 4, 5):
             assert first.ask(version) == "published"
         assert first.ask("half 99") == "half"
-        stop(first.process.pid)
+        stop(first.pid)
         SnapshotWriter(tmp_path, layout=layout, takeover=True).close()
         with SnapshotWriter(tmp_path, layout=layout) as third:
             publish(third, 6)
             with SnapshotReader(tmp_path).read() as snapshot:  # verified, and now it is used
-                first.process.send_signal(signal.SIGCONT)
+                os.kill(first.pid, signal.SIGCONT)
                 assert first.ask("go on") == "FencedWriterError"
                 assert [tensor.unique().tolist() for _, tensor in snapshot.tensors()] == [[6], [6]]
             for version in range(7, 11):
@@ -150,7 +132,8 @@ def test_a_lock_that_only_a_dead_writers_children_hold_is_no_owner(tmp_path, lay
     """Loader processes that a trainer forked inherit its lock, and may outlive it."""
     assert other.ask(1) == "published"
     assert other.ask("fork and die") == ""
-    assert other.process.wait() == -signal.SIGKILL
+    other.process.join()
+    assert other.process.exitcode == -signal.SIGKILL
     with (tmp_path / LOCK).open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with SnapshotWriter(tmp_path, layout=layout) as writer:
