@@ -70,6 +70,7 @@ def train(args, service, model, tokenizer):
 
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
     buffer = ReplayBuffer(
         storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
         transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
@@ -95,6 +96,7 @@ def train(args, service, model, tokenizer):
                 ess.append(float(loss.ESS))
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
+            warmup.step()
             optimizer.zero_grad()
         push = updater.push_weights()
         with torch.no_grad():
