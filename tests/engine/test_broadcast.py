@@ -285,6 +285,7 @@ def test_a_trainer_in_another_process(broadcasting, checkpoint, model):
     assert versions[1] == versions[0] + 1
 
 
+@pytest.mark.slow
 def test_two_trainers_take_turns(broadcasting, checkpoint, model):
     """Each of them finds that the workers have gone over to the other's group."""
     trainer, theirs = Trainer.remote(broadcasting, checkpoint), load_tiny_model(checkpoint)

@@ -25,6 +25,7 @@ from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState, attach
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.testing import load_tiny_model
 
+pytestmark = pytest.mark.slow
 OWN = {**ENGINE, "max_restarts": 3}
 REPAIR_S = 200.0
 # Seconds between requests of one thread: the engines' processes must get to start, too.
@@ -128,7 +129,6 @@ def test_a_killed_actor_is_back_with_the_committed_version(elastic, trained, che
     eventually(lambda: is_idle(elastic))
 
 
-@pytest.mark.slow
 def test_a_killed_engine_core_is_replaced_during_pushes(elastic, trained):
     """By broadcast, which stores nothing: where peers cannot give, the next push does."""
     elastic.use_transport(broadcast(join_timeout_s=20))
@@ -189,7 +189,6 @@ def follower(service, *expected):
         process.kill()
 
 
-@pytest.mark.slow
 def test_replicas_join_and_leave_while_requests_and_pushes_run(elastic, trained):
     """Another process follows, and one that hears of no change still pushes to who is there."""
     pushed = threading.Event()
@@ -230,7 +229,6 @@ def test_replicas_join_and_leave_while_requests_and_pushes_run(elastic, trained)
         assert told() == ["0", new]
 
 
-@pytest.mark.slow
 def test_what_cannot_be_is_refused_and_changes_nothing(elastic):
     before = ids(elastic)
     for call, words in (
@@ -251,7 +249,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(elastic):
     elastic.wait_until_serving(timeout_s=10)
 
 
-@pytest.mark.slow
 def test_what_is_running_on_a_replica_that_must_go_now_goes_on_elsewhere(elastic, trained):
     """Last of this service: it leaves one replica."""
     stays, goes = ids(elastic)
@@ -280,7 +277,6 @@ LAUNCH = """
 """
 
 
-@pytest.mark.slow
 def test_a_trainer_is_killed_and_its_successor_goes_on(cluster, checkpoint, other_checkpoint):
     """The detached replicas serve the last committed version; the new one supervises them."""
     with subprocess.Popen(

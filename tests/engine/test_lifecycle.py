@@ -183,6 +183,7 @@ def test_a_balancer_over_the_bare_actors(service):
     balancer.close()
 
 
+@pytest.mark.slow
 def test_a_pickled_copy_works_in_a_ray_task_with_torchrls_own_wrapper(service, checkpoint):
     wanted = token_ids(service.generate(IDS, sampling()))
 

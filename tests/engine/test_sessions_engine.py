@@ -267,6 +267,7 @@ def assert_masked(trained, rows):
         assert apart.max() < TOLERANCE if is_masked else apart.mean() > 0.01
 
 
+@pytest.mark.slow
 def test_a_session_whose_replica_dies_moves_and_finishes(service, checkpoint):
     trained = TrainerPolicy(load_tiny_model(checkpoint))
     service.push_weights(trained.model)
