@@ -127,13 +127,11 @@ def main(argv: list[str] | None = None) -> list[Path]:
     paths = []
     with local_ray():
         for name in args.cases:
-            recorder, (shape, _, dtype, _) = (
-                Recorder(record_name("one_gpu_sync", name)),
-                CASES[name],
-            )
-            with tempfile.TemporaryDirectory() as made:
+            recorder, shape = Recorder(record_name("one_gpu_sync", name)), CASES[name][0]
+            with tempfile.TemporaryDirectory() as directory:
                 given = args.model if shape == "smollm2" else None
-                measure(recorder, name, given or save_shape(shape, Path(made), dtype=dtype), args)
+                made = given or save_shape(shape, Path(directory), dtype=CASES[name][2])
+                measure(recorder, name, made, args)
             paths.append(recorder.write(smoke=args.smoke, directory=args.out))
     return paths
 

@@ -68,6 +68,7 @@ class FailureTrainer(Trainer):
     """The trainer, which pushes without strictness and asks for an answer afterwards."""
 
     _service: AsyncVLLM | None = None
+    _transport: NotingTransport | None = None
 
     def push_and_ask(
         self, service: AsyncVLLM, options: dict[str, Any], timeout_s: float | None
@@ -77,7 +78,7 @@ class FailureTrainer(Trainer):
 
         # Each call brings another copy of the service, of which only the first has pushed.
         service = self._service = self._service or service
-        transport = self._transports.setdefault(SYSTEM, NotingTransport(**options))
+        transport = self._transport = self._transport or NotingTransport(**options)
         self.train(1)
         begin = time.perf_counter()
         report = service.push_weights(

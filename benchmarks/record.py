@@ -6,9 +6,7 @@ Tables are made of these files: ``python -m benchmarks.record benchmarks/results
 
 A number whose code nobody can check out again is worth little, so a record is refused unless the
 working tree is exactly a commit (files in ``benchmarks/results`` aside). On a machine that has the
-files without ``.git``, the variable ``BENCHMARK_COMMIT`` or a file ``COMMIT`` beside
-``pyproject.toml`` says which commit they are; make its content where ``.git`` is, with
-``git describe --always --dirty --abbrev=40 --exclude='*'``.
+files without ``.git``, ``BENCHMARK_COMMIT`` says which commit they are (``git rev-parse HEAD``).
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT_VARIABLE = "BENCHMARK_COMMIT"
-COMMIT_FILE = "COMMIT"
 K = TypeVar("K")
 
 _PACKAGES = (
@@ -268,17 +265,11 @@ def _commit() -> str:
             )
         return commit
     commit = os.environ.get(COMMIT_VARIABLE, "").strip()
-    origin = COMMIT_VARIABLE
-    if not commit and (ROOT / COMMIT_FILE).exists():
-        commit = (ROOT / COMMIT_FILE).read_text().strip()
-        origin = f"the file {COMMIT_FILE}"
     if not commit:
-        raise RecordError(
-            f"the commit is unknown: there is no .git, no variable {COMMIT_VARIABLE} "
-            f"and no file {COMMIT_FILE}"
-        )
+        raise RecordError(f"the commit is unknown: there is no .git, no variable {COMMIT_VARIABLE}")
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise RecordError(f"{origin} must name a clean commit of 40 hex digits, got {commit!r}")
+        told = f"must name a clean commit of 40 hex digits, got {commit!r}"
+        raise RecordError(f"{COMMIT_VARIABLE} {told}")
     return commit
 
 

@@ -14,6 +14,9 @@ import ray
 import torch
 import torch.distributed as dist
 from ray.util import get_node_ip_address
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import torchrl_vllm_sync as tvs
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
@@ -33,29 +36,18 @@ TRANSPORTS: dict[str, Any] = {
 }
 LORA_RANK = 16
 RAW_PIECE_BYTES = 4 * 2**30
-RAW_TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 class RawRank:
     """One rank of a bare ``torch.distributed.broadcast`` of as many bytes as the model has."""
 
-    def address(self) -> tuple[str, int]:
-        """This node's address and a port that is free on it."""
-        return get_node_ip_address(), free_port(get_node_ip_address())
-
     def run(
         self, where: tuple[str, int], rank: int, world_size: int, num_bytes: int, rounds: int
     ) -> list[float]:
         """Takes part in every round; returns this rank's seconds of each."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"tcp://{where[0]}:{where[1]}",
-            rank=rank,
-            world_size=world_size,
-            timeout=RAW_TIMEOUT,
-        )
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        meet(where, rank, world_size)
         data = torch.ones(min(num_bytes, RAW_PIECE_BYTES), dtype=torch.uint8, device=device)
         sizes = [RAW_PIECE_BYTES] * (num_bytes // RAW_PIECE_BYTES) + [num_bytes % RAW_PIECE_BYTES]
         samples = []
@@ -71,6 +63,23 @@ class RawRank:
         return samples[2:]
 
 
+def meet(where: tuple[str, int], rank: int, world_size: int) -> None:
+    """Makes a process group of actors that have a GPU each, or none."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{where[0]}:{where[1]}",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
+
+
+def address_of(actor: Any) -> tuple[str, int]:
+    """An actor's node's address and a port that is free on it."""
+    here = get_node_ip_address
+    return ray.get(actor.__ray_call__.remote(lambda _: (here(), free_port(here()))), timeout=120)
+
+
 def spawn(kind: type, *args: Any, num_gpus: int, **options: Any) -> Any:
     actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0)(kind)
     return actor.remote(*args, **options)
@@ -84,10 +93,8 @@ def synchronize(device: torch.device) -> None:
 def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int) -> list[float]:
     """Seconds of each broadcast from one rank to ``num_receivers``, on the slowest rank."""
     ranks = [spawn(RawRank, num_gpus=num_gpus) for _ in range(num_receivers + 1)]
-    where = ray.get(ranks[0].address.remote(), timeout=120)
-    runs = [
-        one.run.remote(where, rank, len(ranks), num_bytes, rounds) for rank, one in enumerate(ranks)
-    ]
+    where, number = address_of(ranks[0]), len(ranks)
+    runs = [one.run.remote(where, at, number, num_bytes, rounds) for at, one in enumerate(ranks)]
     samples = ray.get(runs, timeout=300)
     for one in ranks:
         ray.kill(one)
@@ -111,15 +118,25 @@ class Trainer:
             lora: Any = {"r": LORA_RANK, "target_modules": "all-linear", "init_lora_weights": False}
             self.model: Any = get_peft_model(self.model, LoraConfig(**lora))
         self.model.eval()
-        self._transports: dict[str, Any] = {}
+        self._rank = 0
+        self._updaters: dict[str, tvs.WeightUpdater] = {}
         # By name: another copy would get to know the replicas anew.
         self._services: dict[str, tvs.AsyncVLLM] = {}
+
+    def shard(self, where: tuple[str, int], rank: int, num_ranks: int) -> None:
+        """Keeps one rank's part of the model, by FSDP2; what follows is called on all ranks."""
+        meet(where, rank, num_ranks)
+        mesh, self._rank = init_device_mesh(self.device.type, (num_ranks,)), rank
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
         """Changes every parameter, as an optimizer step does; matrices do not get larger."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed + 1000 * self._rank)
         for parameter in (one for one in self.model.parameters() if one.requires_grad):
+            parameter = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             noise = torch.randn(
                 parameter.shape, generator=generator, device=self.device, dtype=parameter.dtype
             )
@@ -133,20 +150,26 @@ class Trainer:
         self, service: tvs.AsyncVLLM, system: str, options: dict[str, Any], rounds: int
     ) -> list[dict[str, float]]:
         """Pushes ``rounds`` times and returns each report, in milliseconds."""
-        transport = self._transports.get(system)
         service = self._services.setdefault(service.name, service)
-        if transport is None:
+        updater = self._updaters.get(system)
+        if updater is None:
             kind = TRANSPORTS[system.removesuffix("-staged").removesuffix("-audited")]
-            transport = self._transports[system] = kind(**options)
-            if system == "adapter":  # which goes its own way, and adds to these
+            transport, keeps = kind(**options), system == "adapter"
+            if keeps:  # which goes its own way, and adds to these
                 named = self.model.get_base_model().state_dict().items()
                 base = {n.replace(".base_layer", ""): w for n, w in named if "lora_" not in n}
                 service.push_weights(base, transport=transport)
-        weights = tvs.AdapterSource(self.model) if system == "adapter" else self.model
+            updater = self._updaters[system] = tvs.WeightUpdater(
+                None if self._rank else service,
+                self.model,
+                adapters="keep" if keeps else "merge",
+                transport=transport,
+                timeout_s=120,
+                audit=system.endswith("-audited"),
+            )
         reports = []
         for number in range(rounds):
-            audit = system.endswith("-audited")
-            report = service.push_weights(weights, transport=transport, timeout_s=120, audit=audit)
+            report = updater.push_weights()
             phases = {f"trainer_{name}": value for name, value in report.phases.items()}
             for name in report.replicas[0].phases:
                 phases[name] = max(one.phases[name] for one in report.replicas)
@@ -160,11 +183,27 @@ class Trainer:
         return reports
 
     def end(self, system: str) -> None:
-        self._transports.pop(system).close()
+        self._updaters.pop(system).disconnect()
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each token after the first, by the trainer's model."""
         return token_log_probs(self.model, token_ids).flatten()[1 - len(token_ids) :].tolist()
+
+
+class Trainers:
+    """A trainer of one or more ranks, an actor each, that are called together."""
+
+    def __init__(self, num_ranks: int, *args: Any, num_gpus: int) -> None:
+        self._ranks = [spawn(Trainer, *args, num_gpus=num_gpus) for _ in range(num_ranks)]
+        if num_ranks > 1:
+            where, number = address_of(self._ranks[0]), len(self._ranks)
+            parts = [one.shard.remote(where, at, number) for at, one in enumerate(self._ranks)]
+            ray.get(parts, timeout=300)
+
+    def call(self, name: str, *args: Any, timeout: float = 100) -> Any:
+        """Returns the first rank's answer."""
+        calls = [getattr(one, name).remote(*args) for one in self._ranks]
+        return ray.get(calls, timeout=timeout)[0]
 
 
 def loaded_actor() -> type:

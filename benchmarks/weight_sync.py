@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.live_engines import local_ray, random_options, record_name, start
 from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import SHAPES, save_shape
-from benchmarks.sync_actors import LORA_RANK, Trainer, loaded_actor, raw_broadcast, spawn
+from benchmarks.sync_actors import LORA_RANK, Trainers, loaded_actor, raw_broadcast
 
 if TYPE_CHECKING:
     import argparse
@@ -72,9 +72,11 @@ def main(argv: list[str] | None = None) -> int:
             receivers = args.replicas * args.tensor_parallel
             raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
         systems, kept = ([n for n in args.systems if (n == "adapter") is k] for k in (False, True))
-        trainer = spawn(Trainer, str(checkpoint), dtype, bool(kept), num_gpus=int(cuda))
+        trainer = Trainers(args.ranks, str(checkpoint), dtype, bool(kept), num_gpus=int(cuda))
         for decode in args.decode:
-            sharded = f"-tp{args.tensor_parallel}" if args.tensor_parallel > 1 else ""
+            ranks = f"-fsdp{args.ranks}" if args.ranks > 1 else ""
+            kind = "ep" if args.expert_parallel else "tp"
+            sharded = f"{ranks}-{kind}{args.tensor_parallel}" if args.tensor_parallel > 1 else ranks
             graphs = "-graphs" if decode == "graphs" else ""
             case = f"{args.model}-{args.replicas}{sharded}{graphs}"
             recorder = Recorder(record_name("weight_sync", case))
@@ -108,7 +110,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, "seconds, on CPUs, meaning nothing")
     parser.add_argument("--model", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer, sharded by FSDP2")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
+    parser.add_argument("--expert-parallel", action="store_true", help="and data parallel instead")
     parser.add_argument("--decode", nargs="+", choices=("eager", "graphs"), default=["eager"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
@@ -134,6 +138,9 @@ def launch(
         "max_lora_rank": LORA_RANK,
         "num_devices": args.tensor_parallel,
     }
+    if args.expert_parallel:
+        size = engine.pop("num_devices")
+        engine |= {"data_parallel_size": size, "enable_expert_parallel": True}
     if not torch.cuda.is_available():
         engine["worker_extension_cls"] = "tests.engine.plain_worker.PlainWorker"
     if decode == "graphs":
@@ -154,9 +161,9 @@ def measure(
     elif system == "vllm-nccl":
         options = {"num_buffers": 2}  # vLLM's default; up to 0.32 it can mix packs up
     begin = time.perf_counter()
-    ray.get(trainer.push.remote(service, system, options, 2), timeout=100)  # to warm up
+    trainer.call("push", service, system, options, 2)  # to warm up
     print(f"{system}: the first two pushes took {time.perf_counter() - begin:.2f} s", flush=True)
-    idle = ray.get(trainer.push.remote(service, system, options, args.rounds), timeout=100)
+    idle = trainer.call("push", service, system, options, args.rounds)
     record(recorder, case, system, idle)
     running = f"{case}, {args.requests} running"
     loaded, found = under_load(service, trainer, system, options, args)
@@ -164,7 +171,7 @@ def measure(
     for (metric, unit), samples in found.items():
         recorder.add(case=running, system=system, metric=metric, unit=unit, samples=samples)
     compare(service, trainer, system, options, args)
-    ray.get(trainer.end.remote(system), timeout=60)
+    trainer.call("end", system, timeout=60)
 
 
 def under_load(
@@ -183,7 +190,7 @@ def under_load(
         quiet = mark(service)
         time.sleep(QUIET_S)
         begin = mark(service)
-        reports += ray.get(trainer.push.remote(service, system, options, 1), timeout=100)
+        reports += trainer.call("push", service, system, options, 1)
         marks.append((quiet, begin, mark(service)))
         time.sleep(0.1)
     logs: list[TokenLog] = ray.get([one.end_load.remote() for one in service.actors], timeout=60)
@@ -229,9 +236,9 @@ def compare(
     service: AsyncVLLM, trainer: Any, system: str, options: Any, args: argparse.Namespace
 ) -> None:
     """Trains, pushes, and compares what the engines compute with the trainer."""
-    ray.get(trainer.train.remote(args.systems.index(system)), timeout=100)
-    ray.get(trainer.push.remote(service, system, options, 1), timeout=100)
-    wanted = torch.tensor(ray.get(trainer.log_probs.remote(PROBE), timeout=100))
+    trainer.call("train", args.systems.index(system))
+    trainer.call("push", service, system, options, 1)
+    wanted = torch.tensor(trainer.call("log_probs", PROBE))
     for index in range(args.replicas):
         difference = (answers(service, index)[0] - wanted).abs().mean().item()
         print(f"{system}, replica {index}: log-probabilities differ by {difference:.4g}")
@@ -243,7 +250,7 @@ def check(service: AsyncVLLM, trainer: Any, args: argparse.Namespace) -> None:
     """Compares the parameters and tokens of the last system's push with those of a reload."""
     before = [answers(service, index)[1] for index in range(args.replicas)]
     options = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
-    (report,) = ray.get(trainer.push.remote(service, "broadcast", options, 1), timeout=200)
+    (report,) = trainer.call("push", service, "broadcast", options, 1, timeout=200)
     if torch.cuda.is_available():
         assert report["plan"], "the plan's parameters are not those of a reload"
     for index, tokens in enumerate(before):

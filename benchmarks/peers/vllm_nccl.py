@@ -23,7 +23,6 @@ from torchrl_vllm_sync.errors import (
     ServiceClosedError,
     SyncError,
     TransferError,
-    UnsupportedArgumentError,
     WeightMismatchError,
 )
 from torchrl_vllm_sync.weights.broadcast.buckets import check_device
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 DEFAULT_BUFFER_BYTES = 2**30
 # From this release on the packing is agreed upon once, with the group; before, at each update.
 _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
-# Before it the receiver does not order its buffers' streams: with two of them, memory of one pack
-# can be reused while another stream still reads it.
-_FIRST_WITH_ORDERED_STREAMS = Version("0.33")
 SHORT_TIMEOUT_S = 30.0
 JOIN_TIMEOUT_S = 60.0
 # Seconds between looks at the replicas.
@@ -52,19 +48,13 @@ WATCH_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How tensors are packed; both sides must agree."""
+    """How tensors are packed; both sides must agree.
+
+    With two buffers, receivers before 0.33 can reuse memory of one that is still being read.
+    """
 
     buffer_bytes: int
     num_buffers: int
-
-    @classmethod
-    def for_version(
-        cls, vllm_version: str, buffer_bytes: int, num_buffers: int | None = None
-    ) -> Packing:
-        """Takes as many buffers as that release of vLLM receives correctly, unless told."""
-        if num_buffers is None:
-            num_buffers = 2 if _release(vllm_version) >= _FIRST_WITH_ORDERED_STREAMS else 1
-        return cls(buffer_bytes, num_buffers)
 
     def as_fields(self) -> dict[str, Any]:
         """Returns the fields of vLLM's payloads."""
@@ -141,15 +131,10 @@ class VLLMNCCLTransport:
         self,
         *,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
-        num_buffers: int | None = None,
-        device: torch.device | str | None = None,
+        num_buffers: int = 1,
         join_timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
-        for option, value in (("buffer_bytes", buffer_bytes), ("num_buffers", num_buffers)):
-            if value is not None and value < 1:
-                raise UnsupportedArgumentError(f"{option} must be at least 1, got {value}")
-        self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
-        self._given_device = None if device is None else torch.device(device)
+        self._packing = Packing(buffer_bytes, num_buffers)
         self._join_timeout_s = join_timeout_s
         self._forget()
 
@@ -158,7 +143,6 @@ class VLLMNCCLTransport:
         self._client: ReplicaClient | None = None
         self._group: Any = None
         self._device = torch.device("cuda")
-        self._packing = Packing(self._buffer_bytes, 1)
         self._vllm_version = ""
         self._awaited: dict[str, str] = {}
 
@@ -166,22 +150,14 @@ class VLLMNCCLTransport:
         """Forms the group with the workers of all replicas that are alive; nothing if it stands."""
         client, awaited = members.client, dict(members.incarnations)
         if self._group is not None:
-            home = None if self._given_device else home_device(source, "cuda")
+            home = home_device(source, "cuda")
             if awaited == self._awaited and home in (None, self._device):
                 return
             self._leave()
         self._awaited = awaited
         alive = members.describe()
-        versions = {one.vllm_version for one in alive.values()}
-        if len(versions) > 1:
-            raise UnsupportedArgumentError(
-                f"the engines must run one version of vLLM, these run {sorted(versions)}"
-            )
-        (self._vllm_version,) = versions
-        self._device = self._device_for(source, {one.device_type for one in alive.values()})
-        self._packing = Packing.for_version(
-            self._vllm_version, self._buffer_bytes, self._num_buffers
-        )
+        (self._vllm_version,) = {one.vllm_version for one in alive.values()}
+        self._device = home_device(source, "cuda") or current_device("cuda")
         self._client = client
         raise_exceptions(
             client.start_calls("use_transfer_engine", dict.fromkeys(alive, ("nccl",))).answers(
@@ -290,18 +266,6 @@ class VLLMNCCLTransport:
         except BaseException:
             self._leave()
             raise
-
-    def _device_for(self, source: WeightSource | None, engines: set[str]) -> torch.device:
-        needs = "the vllm-nccl transport needs NCCL between CUDA devices, and the"
-        if engines != {"cuda"}:
-            raise UnsupportedArgumentError(
-                f"{needs} engines are on {' and '.join(sorted(engines))}"
-            )
-        device = self._given_device or home_device(source, "cuda") or torch.device("cuda")
-        if device.type != "cuda" or not torch.cuda.is_available():
-            where = device if device.type != "cuda" else "a host without CUDA"
-            raise UnsupportedArgumentError(f"{needs} trainer is on {where}")
-        return device if device.index is not None else current_device("cuda")
 
     def _leave(self) -> None:
         """Gives this side's communicator up, which ends what it is doing."""

@@ -95,9 +95,7 @@ def test_smoke_takes_any_tree_and_stays_out_of_the_results(recorder, root):
     assert not record.RESULTS.exists()
 
 
-def test_without_git_the_commit_comes_from_the_variable_or_the_file(recorder, root, monkeypatch):
-    (root / "COMMIT").write_text(SHA + "\n")
-    assert json.loads(recorder.write().read_text())["commit"] == SHA
+def test_without_git_the_commit_comes_from_the_variable(recorder, root, monkeypatch):
     monkeypatch.setenv(record.COMMIT_VARIABLE, SHA[::-1])
     assert json.loads(recorder.write().read_text())["commit"] == SHA[::-1]
 
