@@ -29,7 +29,6 @@ the prompt tokens of all turns after the first that came from a prefix cache. PA
 # %%
 import contextlib
 import itertools
-import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,7 @@ from functools import partial
 import torch
 from common import claims, results, settings
 from common.engines import prepared
-from common.task import calculate, calculations, names_result
+from common.task import SYSTEM, calculations, calculator, names_result
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -94,19 +93,6 @@ def count(answer):
     """Says how long the answer is."""
     shown = sum(one.isprintable() for one in answer)
     return f"The answer has {len(answer)} characters, of which {shown} are shown. Go on."
-
-
-def calculator(answer):
-    """Calculates what the answer has between ``<tool>`` and ``</tool>``."""
-    calls = re.findall(r"<tool>(.{1,80}?)</tool>", answer)
-    try:
-        return str(calculate(calls[-1])) if calls else "There was no <tool>...</tool> in this."
-    except (SyntaxError, ValueError) as error:
-        return f"Error: {error}"
-
-
-SYSTEM = """You solve problems step by step. To calculate, write <tool>12 * 7 + 5</tool>, and the \
-next message has the value. Then say the result."""
 
 
 def make_env(args, tokenizer, *, conversations, seed, tool_time_s=0.0):

@@ -20,27 +20,21 @@ they are of the version pushed last, and that trainer and engines find their tok
 # anew.
 
 # %%
-import re
 import sys
 
 import openai
-import torch
 from common import claims, results, settings
 from common.engines import prepared
-from common.task import calculate, calculations, names_result
+from common.task import SYSTEM, calculations, calculator, names_result
 from tensordict import set_list_to_stack
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
-from torchrl.objectives.llm.grpo import GRPOLoss
-from transformers import AutoModelForCausalLM
 
 import torchrl_vllm_sync as tvs
-from torchrl_vllm_sync.rl.grpo import engine_args, make_policy
+from torchrl_vllm_sync.rl.grpo import Learner, engine_args, make_policy
 from torchrl_vllm_sync.rl.tasks import low_ids
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it
 TURNS = 2
-SYSTEM = """You solve problems step by step. To calculate, write <tool>12 * 7 + 5</tool>, and the \
-next message has the value. Then say the result."""
 
 
 def parse_args(argv=None):
@@ -52,15 +46,6 @@ def parse_args(argv=None):
 # %% The agent
 # A random model cannot write a call of a tool, so the tool answers every turn, and the reward is
 # the share of tokens with an id below 128. A real model is rewarded if it names the result.
-def calculator(text):
-    """Calculates what the text has between ``<tool>`` and ``</tool>``."""
-    calls = re.findall(r"<tool>(.{1,80}?)</tool>", text)
-    try:
-        return str(calculate(calls[-1])) if calls else "There was no <tool>...</tool> in this."
-    except (SyntaxError, ValueError) as error:
-        return f"Error: {error}"
-
-
 def make_agent(args, model, seen):
     """Returns the agent, which also notes the token ids that it was given."""
     shared = openai.OpenAI(base_url="http://localhost", api_key="none")  # its connections
@@ -88,53 +73,29 @@ def make_agent(args, model, seen):
 
 # %% The loop
 # It is that of `01_grpo_sync.py`, but for the collector, which has an agent for an environment.
-def train(args, service, model, tokenizer, name):
+def train(args, service, checkpoint, tokenizer):
     """Yields each step."""
-    grpo = GRPOLoss(tvs.TrainerPolicy(model), entropy_coeff=0.0, masking_strategy="sft")
-    grpo, on_gpu = grpo.to(args.device), args.device.type == "cuda"
-
-    def loss_fn(batch):
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
-            return grpo(batch.to(args.device))
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    learner, seen = Learner(args.config, checkpoint), []
     buffer = ReplayBuffer(
         storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
         transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
     )  # fmt: skip
-    updater, seen = tvs.WeightUpdater(service, source=model), []
+    updater = tvs.WeightUpdater(service, source=learner.model)
     collector = tvs.AgentCollector(
-        service, make_agent(args, name, seen),
+        service, make_agent(args, checkpoint, seen),
         calculations(args.seed, high=10 if args.is_tiny else 1000),
         policy=make_policy(args.config, service, tokenizer), num_samples=args.group_size,
         replay_buffer=buffer, dialog_turns_per_batch=args.batch_size, weight_updater=updater,
     )  # fmt: skip
-    sampling, version, clock = iter(collector), 0, results.Clock()
-    for step in results.counted(args):
-        with clock("sample_s"):
-            next(sampling)  # fills the buffer
-        rows, ess = buffer[:], []
-        claims.check_rows(rows, version=version, expected_rows=args.batch_size)
+
+    def check(rows):
         sampled, of_row = rows["tokens", "full"], rows["masks", "all_assistant_mask"]
         trained = [row[mask].tolist() for row, mask in zip(sampled, of_row, strict=True)]
         if sorted(trained) != sorted(seen):
             raise claims.BadRowsError("rows have other tokens than the agent was given")
         seen.clear()
-        with clock("train_s"):
-            for batch in buffer:
-                loss = loss_fn(batch)
-                (loss.mean(reduce=True) * len(batch) / len(rows)).backward()
-                ess.append(float(loss.ESS))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        push = updater.push_weights()
-        with torch.no_grad():
-            missed = float(loss_fn(batch).ESS)
-        buffer.empty()
-        noted = {"ess": min(ess), "ess_without_push": missed, "push_ms": 1e3 * push.seconds}
-        yield claims.SyncStep.of(rows, clock, step=step, version=version, **noted)
-        version = push.version
+
+    yield from claims.sync_steps(args, collector, buffer, learner, updater, check)
     collector.shutdown()
     updater.disconnect()
 
@@ -146,10 +107,8 @@ def main(argv=None):
         prepared(args, "09_agent") as (checkpoint, tokenizer),
         tvs.AsyncVLLM.from_pretrained(checkpoint, **engine_args(args.config)) as service,
     ):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        training = train(args, service, model.eval().to(args.device), tokenizer, str(checkpoint))
-        failures = claims.BadRowsError, tvs.errors.SyncError
-        steps = results.drive(training, args, problems, *failures)
+        training = train(args, service, checkpoint, tokenizer)
+        steps = results.drive(training, args, problems, claims.BadRowsError, tvs.errors.SyncError)
     return claims.conclude_sync(args, steps, problems, [])
 
 

@@ -29,14 +29,11 @@ import sys
 import torch
 from common import claims, results, settings
 from common.engines import prepared
-from peft import LoraConfig, get_peft_model
 from tensordict import set_list_to_stack
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
-from torchrl.objectives.llm.grpo import GRPOLoss
-from transformers import AutoModelForCausalLM
 
 import torchrl_vllm_sync as tvs
-from torchrl_vllm_sync.rl.grpo import engine_args, make_policy
+from torchrl_vllm_sync.rl.grpo import Learner, engine_args, make_policy
 from torchrl_vllm_sync.rl.tasks import make_env, prompts, reward
 
 set_list_to_stack(True).set()  # TorchRL's chat environments ask for it
@@ -52,30 +49,24 @@ def parse_args(argv=None):
     parser.set_defaults(held_out=0)
     given = parser.parse_args(argv).lr
     args = settings.finish_dataset(parser, argv, steps=60, smoke_steps=30)
-    args.lr = given or (args.lr if args.model == settings.TINY else OTHER_LR)
+    if not given and args.model != settings.TINY:
+        args.config.optimizer.lr = OTHER_LR
+    lora = args.config.train_model.lora
+    lora.enabled, lora.r, lora.alpha = True, args.rank, args.rank
     return args
 
 
 # %% The loop
 # It is that of `01_grpo_sync.py`. All there is to `adapters="keep"` is this word at the updater,
 # and `enable_lora` at the engines; the policy asks for the only adapter that there is.
-def train(args, service, model, tokenizer):
+def train(args, service, learner, tokenizer):
     """Yields each step."""
-    grpo = GRPOLoss(tvs.TrainerPolicy(model), entropy_coeff=0.0, masking_strategy="sft")
-    grpo, on_gpu = grpo.to(args.device), args.device.type == "cuda"
-
-    def loss_fn(batch):
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
-            return grpo(batch.to(args.device))
-
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
+    warmup = torch.optim.lr_scheduler.LinearLR(learner.optimizer, 0.25, total_iters=4)
     buffer = ReplayBuffer(
         storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
         transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
     )  # fmt: skip
-    updater = tvs.WeightUpdater(service, source=model, adapters="keep")
+    updater = tvs.WeightUpdater(service, source=learner.model, adapters="keep")
     questions, rated = prompts(args.dataset, args.seed), reward(args.dataset)
     env = make_env(tokenizer, questions, rated, num_envs=args.batch_size, repeats=args.group_size)
     collector = tvs.RolloutCollector(
@@ -83,28 +74,9 @@ def train(args, service, model, tokenizer):
         replay_buffer=buffer, dialog_turns_per_batch=args.batch_size,
         weight_updater=updater, track_policy_version=True,
     )  # fmt: skip
-    sampling, version, clock = iter(collector), 0, results.Clock()
-    for step in results.counted(args):
-        with clock("sample_s"):
-            next(sampling)  # fills the buffer
-        rows, ess = buffer[:], []
-        claims.check_rows(rows, version=version, expected_rows=args.batch_size)
-        with clock("train_s"):
-            for batch in buffer:
-                loss = loss_fn(batch)
-                (loss.mean(reduce=True) * len(batch) / len(rows)).backward()
-                ess.append(float(loss.ESS))
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            warmup.step()
-            optimizer.zero_grad()
-        push = updater.push_weights()
-        with torch.no_grad():
-            missed = float(loss_fn(batch).ESS)
-        buffer.empty()
-        noted = {"ess": min(ess), "ess_without_push": missed, "push_ms": 1e3 * push.seconds}
-        yield claims.SyncStep.of(rows, clock, step=step, version=version, **noted)
-        version = push.version
+    for step in claims.sync_steps(args, collector, buffer, learner, updater):
+        warmup.step()
+        yield step
     collector.shutdown()
     updater.disconnect()
 
@@ -150,12 +122,10 @@ def main(argv=None):
         prepared(args, "10_lora", diverse=True) as (checkpoint, tokenizer),
         tvs.AsyncVLLM.from_pretrained(checkpoint, **engine) as service,
     ):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules="all-linear")
-        model = get_peft_model(model, lora).eval().to(args.device)
-        training = train(args, service, model, tokenizer)
+        learner = Learner(args.config, checkpoint)
+        training = train(args, service, learner, tokenizer)
         steps = results.drive(training, args, problems, claims.BadRowsError, tvs.errors.SyncError)
-        problems += compare(args, service, model, tokenizer)
+        problems += compare(args, service, learner.model, tokenizer)
     if not problems and not claims.last_reward(steps) > steps[0].reward:
         problems.append("the reward has not grown")
     return claims.conclude_sync(args, steps, problems, [])

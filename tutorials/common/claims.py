@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from common import results
 from common.results import shown
 from common.settings import ESS_AFTER_STEP, ESS_TOLERANCE
@@ -16,12 +18,14 @@ from torchrl_vllm_sync.rl.tasks import prompts
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tensordict import TensorDictBase
+    from torchrl.data import ReplayBuffer
 
     from common.results import Clock
-    from torchrl_vllm_sync.rl.grpo import GRPOStep
+    from torchrl_vllm_sync import WeightUpdater
+    from torchrl_vllm_sync.rl.grpo import GRPOStep, Learner
 
 LAST_STEPS = 5  # whose mean reward counts, where a step's own says little
 
@@ -70,6 +74,33 @@ class SyncStep:
         """Of the rows that were trained."""
         truncated = list(rows["finish_reason"]).count("length")
         return cls(reward=mean_reward(rows), truncated=truncated, **clock.read(), **noted)
+
+
+def sync_steps(
+    args: argparse.Namespace,
+    collector: Iterable[Any],
+    buffer: ReplayBuffer,
+    learner: Learner,
+    updater: WeightUpdater,
+    check: Callable[[TensorDictBase], None] = lambda _: None,
+) -> Iterator[SyncStep]:
+    """The loop of ``01_grpo_sync.py`` for another collector or updater; ``check`` refuses rows."""
+    sampling, version, clock = iter(collector), 0, results.Clock()
+    for step in results.counted(args):
+        with clock("sample_s"):
+            next(sampling)  # fills the buffer
+        rows = buffer[:]
+        check_rows(rows, version=version, expected_rows=args.batch_size)
+        check(rows)
+        with clock("train_s"):
+            ess = learner.step(buffer, len(rows))["ESS"]
+        push = updater.push_weights()
+        with torch.no_grad():
+            missed = float(learner.loss(rows[: args.rows_per_pass].to(learner.device)).ESS)
+        buffer.empty()
+        noted = {"ess": ess, "ess_without_push": missed, "push_ms": 1e3 * push.seconds}
+        yield SyncStep.of(rows, clock, step=step, version=version, **noted)
+        version = push.version
 
 
 def sync_shortcomings(steps: Sequence[SyncStep], args: argparse.Namespace) -> list[str]:

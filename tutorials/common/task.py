@@ -33,6 +33,19 @@ def calculate(expression: str) -> int:
     return eval(expression.strip())  # numbers and signs, as was just seen
 
 
+SYSTEM = """You solve problems step by step. To calculate, write <tool>12 * 7 + 5</tool>, and the \
+next message has the value. Then say the result."""
+
+
+def calculator(text: str) -> str:
+    """Calculates what an answer has between ``<tool>`` and ``</tool>``."""
+    calls = re.findall(r"<tool>(.{1,80}?)</tool>", text)
+    try:
+        return str(calculate(calls[-1])) if calls else "There was no <tool>...</tool> in this."
+    except (SyntaxError, ValueError) as error:
+        return f"Error: {error}"
+
+
 def names_result(questions: list[str], answers: list[str]) -> list[float]:
     """1 for an answer with the right number of a calculation in it, 0 for another."""
     results = [str(calculate(one.split("What is ")[1].rstrip("?"))) for one in questions]
