@@ -16,6 +16,7 @@ from torchrl.objectives.llm.grpo import GRPOLoss
 from tests.engine.checks import perturbed
 from tests.engine.requests import eventually
 from tests.engine.rollouts import QUIET, TEXTS
+from tests.engine.test_health import is_running
 from tests.engine.test_rollouts import GROUP, ROWS, length, make_collector
 from torchrl_vllm_sync import (
     AgentCollector,
@@ -50,8 +51,9 @@ if sys.argv[2] == "http":
 elif sys.argv[2] == "line":
     print("thinking")
     print(2.5)
-elif sys.argv[2] == "fail":
-    sys.exit("no idea")
+elif sys.argv[2] == "leaves":
+    import subprocess
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
 """
 
 
@@ -127,6 +129,16 @@ def test_a_command_is_an_agent_that_knows_an_address(service, name, way):
     queries = [*rows["query"]]
     assert queries == [queries[at - at % GROUP] for at in range(ROWS)]
     assert len({*queries}) == ROWS // GROUP
+
+
+@pytest.mark.slow
+def test_what_a_command_leaves_running_ends_with_it(service, name):
+    """Though it has the command's output open, and the command has ended well."""
+    agent = [sys.executable, "-c", SCRIPT, name, "leaves"]
+    (rows,) = collect(service, agent, timeout_s=60, max_attempts=1)
+    pids = {int(one) for one in rows["next", "reward"].flatten()}
+    assert len(pids) == ROWS
+    eventually(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.slow

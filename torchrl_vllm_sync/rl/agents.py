@@ -9,8 +9,9 @@ import os
 import secrets
 import signal
 from contextlib import suppress
+from tempfile import TemporaryFile
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -162,7 +163,7 @@ class AgentCollector(RolloutCollector):
             command, as a list: it finds ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its
             environment and the problem as JSON on its standard input; its reward came over HTTP, or
             is the number on the last line that it prints. Other than 0, its exit status is a
-            failure.
+            failure. What it leaves running in its process group is ended.
         dataloader: As that of ``ChatEnv.from_dataloader``; a column of texts is ``"query"``.
         dialog_turns_per_batch: Runs of a batch. Where sessions fork there are more rows.
         num_samples: Runs of each problem, for :class:`GroupAdvantage`.
@@ -293,23 +294,31 @@ class AgentCollector(RolloutCollector):
 
     async def _execute(self, key: str, problem: dict[str, Any]) -> Any:
         known = {**os.environ, "OPENAI_BASE_URL": self._url, "OPENAI_API_KEY": key}
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         command: Any = self.agent
-        process = await asyncio.create_subprocess_exec(
-            *command, **pipes, env=known, start_new_session=True
-        )
-        try:
-            said, told = await process.communicate(json.dumps(problem).encode())
-        except BaseException:  # with all that it has started
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            raise
-        if process.returncode:
-            end = told.decode(errors="replace").strip()[-200:]
-            raise RuntimeError(f"exit status {process.returncode}: {end}")
-        with suppress(ValueError):
-            return float(said.decode(errors="replace").rstrip().rpartition("\n")[2])
+        # Files, as a pipe is not at its end while something that was started has it.
+        with TemporaryFile() as given, TemporaryFile() as said, TemporaryFile() as told:
+            given.write(json.dumps(problem).encode())
+            given.seek(0)
+            files: Any = {"stdin": given, "stdout": said, "stderr": told}
+            process = await asyncio.create_subprocess_exec(
+                *command, **files, env=known, start_new_session=True
+            )
+            try:
+                await process.wait()
+            finally:  # with all that it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            if process.returncode:
+                raise RuntimeError(f"exit status {process.returncode}: {_end(told)[-200:]}")
+            with suppress(ValueError):
+                return float(_end(said).rpartition("\n")[2])
+
+
+def _end(file: IO[bytes]) -> str:
+    """The last of what was written to a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+    return file.read().decode(errors="replace").strip()
 
 
 def _plain(value: Any) -> Any:
