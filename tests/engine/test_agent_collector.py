@@ -180,10 +180,15 @@ def test_a_run_that_fails_is_made_anew_and_leaves_nothing(service, name):
     assert (rows["next", "reward"] > 0).all()
 
 
+def times_out(*_):
+    raise TimeoutError("its tool is slow")
+
+
 FAULTY = {
     "raises": (lambda *_: 1 / 0, "ZeroDivisionError"),
     "asks for nothing": (lambda *_: 1.0, "nothing was asked for"),
     "hangs": (lambda *_: time.sleep(3), "more than 1 s"),
+    "times out by itself": (times_out, "TimeoutError: its tool is slow"),
     "fails": ([sys.executable, "-c", "import sys; sys.exit('no idea')"], "exit status 1: no idea"),
     "hangs as a command": ([sys.executable, "-c", "import time; time.sleep(600)"], "more than 1 s"),
 }

@@ -266,18 +266,19 @@ class AgentCollector(RolloutCollector):
         while len(reasons) < self.max_attempts:
             async with self._running:
                 session = self._server.sessions.open()
+                limit = asyncio.timeout(self.timeout_s)
                 try:
-                    async with asyncio.timeout(self.timeout_s):
+                    async with limit:
                         given = await run(session.id, problem)
                     if session.score is None and given is not None:
                         session.reward(given)
                     if session.score is not None and session.rows:
                         return session
                     reasons.append("no reward" if session.rows else "nothing was asked for")
-                except TimeoutError:
-                    reasons.append(f"it took more than {self.timeout_s:g} s")
                 except Exception as error:  # noqa: BLE001  agents may raise anything
-                    reasons.append(f"{type(error).__name__}: {error}")
+                    is_late = limit.expired()  # else a TimeoutError is one of the agent's own
+                    late = f"it took more than {self.timeout_s:g} s"
+                    reasons.append(late if is_late else f"{type(error).__name__}: {error}")
                 finally:
                     self._server.sessions.take(session.id)
         raise AgentError(problem, reasons)
