@@ -107,12 +107,15 @@ def _train(options: argparse.Namespace, _: Console) -> None:
 
 def _serve(options: argparse.Namespace, console: Console) -> None:
     """Serves until it is interrupted or terminated."""
+    from torchrl_vllm_sync.serve.server import check_serving
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
+    serving: Any = {"host": options.host, "port": options.port, **dict(options.option)}
+    check_serving(**serving)  # engines take minutes to start
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings, replicas = dict(options.engine), options.replicas
     with AsyncVLLM.from_pretrained(options.model, num_replicas=replicas, **settings) as service:
-        server = service.serve(options.host, options.port, **dict(options.option))
+        server = service.serve(**serving)
         console.print(f"serving at {server.url}/v1 until Ctrl-C", markup=False)
         for _ in _looks(WATCH_S):
             if not server.is_open:

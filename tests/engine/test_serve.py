@@ -342,7 +342,7 @@ def test_it_ends_with_its_service(service):
     assert service.generate(PROMPT, sampling()).finished
 
 
-def test_the_command_serves_until_it_is_interrupted(service, monkeypatch, capfd):
+def test_the_command_serves_until_it_is_interrupted(service, server, monkeypatch, capfd):
     launched, found = [], []
     copy = pickle.loads(pickle.dumps(service))
 
@@ -370,6 +370,18 @@ def test_the_command_serves_until_it_is_interrupted(service, monkeypatch, capfd)
     assert "serving at http://127.0.0.1:" in capfd.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         cli.main(["serve", "a/model", "--engine", "max_model_len"])
+    auto = "enable_auto_tool_choice=true"
+    for wrong, told in (
+        (["--port", str(server.port)], "must be free to listen on"),
+        (["--option", "api_key=1234"], "api_key must be text"),
+        (["--option", "capture=0"], "capture must be at least 1"),
+        (["--option", "tool_parser=hermes"], "tool_parser"),
+        (["--option", auto, "--option", "tool_call_parser=nobody"], "nobody"),
+        (["--option", "chat_template=/no/such.jinja"], "but doesn't exist"),
+    ):
+        assert cli.main(["serve", "a/model", "--port", "0", *wrong]) == 1
+        assert told in " ".join(capfd.readouterr().err.split())
+    assert len(launched) == 1  # said before any engine is started
 
 
 def test_another_vllm_is_refused_by_name(service, monkeypatch):

@@ -11,7 +11,7 @@ from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.serve.sessions import ASKED, Recording
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from fastapi import FastAPI
 
@@ -98,25 +98,48 @@ def _as_http(error: errors.SyncError) -> Exception:
     return GracefulHTTPError(str(error), HTTPStatus(504 if is_late else 503))
 
 
+@contextlib.contextmanager
+def _by_vllm() -> Iterator[None]:
+    """Has what vLLM does not know, or does not take, be our refusal."""
+    import vllm
+    from vllm.exceptions import VLLMValidationError
+
+    level, refused = logging.root.level, (KeyError, TypeError, ValueError, VLLMValidationError)
+    try:
+        yield
+    except (ImportError, AttributeError, *refused) as error:
+        told = f"vLLM {vllm.__version__} cannot serve this, as vLLM 0.32 serves: {error!r}"
+        raise errors.UnsupportedArgumentError(told) from error
+    finally:  # model_hosting_container_standards has raised it, for all of the process
+        logging.root.setLevel(level)
+
+
+def server_args(options: Mapping[str, Any]) -> Any:
+    """vLLM's arguments of a server with these options, which ``vllm serve`` checks as well."""
+    with _by_vllm():
+        from vllm.entrypoints.launchers import cli_args, launcher
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        args: Any = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        vars(args).update(vars(cli_args.BaseFrontendArgs(**options)))
+        cli_args.validate_parsed_serve_args(args)
+        launcher.validate_api_server_args(args)
+        return args
+
+
 async def make_app(
     service: Any, api_key: str | None, options: Mapping[str, Any], sessions: Sessions | None
 ) -> FastAPI:
     """vLLM's application over a service, with the paths above and no others."""
-    import vllm
-
+    args = server_args(options)
     engine_args, config = service.engine_args, service.requests.fetch("get_config")
     if sessions is not None:  # what a client does not say is not to be what a loss cannot correct
         config.model_config.generation_config = "vllm"
     names = engine_args.served_model_name or engine_args.model
-    level = logging.root.level
-    try:
+    with _by_vllm():
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-        vars(args).update(vars(BaseFrontendArgs(**options)))
         args.model, args.api_key = engine_args.model, [api_key]
         args.served_model_name = [names] if isinstance(names, str) else names
         args.structured_outputs_config = config.structured_outputs_config
@@ -125,10 +148,5 @@ async def make_app(
         client: Any = ServiceClient(service, config, sessions)
         app = build_app(args, ("generate",), config.model_config)
         await init_app_state(client, app.state, args, ("generate",))
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
-        told = f"vLLM {vllm.__version__} cannot serve this, as vLLM 0.32 serves: {error!r}"
-        raise errors.UnsupportedArgumentError(told) from error
-    finally:  # model_hosting_container_standards has raised it, for all of the process
-        logging.root.setLevel(level)
     app.router.routes[:] = [one for one in app.routes if getattr(one, "path", None) in PATHS]
     return app

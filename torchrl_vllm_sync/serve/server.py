@@ -20,10 +20,17 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from torchrl_vllm_sync.checks import url_of
+from torchrl_vllm_sync.checks import check_integer, url_of
 from torchrl_vllm_sync.errors import RewardError, UnsupportedArgumentError
-from torchrl_vllm_sync.serve.client import MAX_KEY, make_app
-from torchrl_vllm_sync.serve.sessions import ASKED, Asked, Sessions, chat_of, note_given
+from torchrl_vllm_sync.serve.client import MAX_KEY, make_app, server_args
+from torchrl_vllm_sync.serve.sessions import (
+    ASKED,
+    DEFAULT_LIMIT,
+    Asked,
+    Sessions,
+    chat_of,
+    note_given,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,26 +67,17 @@ class OpenAIServer:
         port: int,
         api_key: str | None,
         options: Mapping[str, Any],
-        capture: int = 0,
+        capture: int = False,
     ) -> None:
-        key: Any = (os.environ.get("VLLM_API_KEY") or None) if api_key is None else api_key
-        if key is not None and not (isinstance(key, str) and key and key.isascii()):
-            raise UnsupportedArgumentError("api_key must be text of ASCII characters")
-        self.sessions: Any = Sessions(service.requests.tokenizer(), capture) if capture else None
+        key, limit = _key(api_key), _limit(capture)
+        self.sessions: Any = Sessions(service.requests.tokenizer(), limit) if limit else None
         making = make_app(service, key, options, self.sessions)
         with ThreadPoolExecutor(1) as pool:  # as a notebook's thread has a loop of its own
             app: Any = pool.submit(asyncio.run, making).result()
-        for path in ("/sessions", "/v1/sessions") if capture else ():
+        for path in ("/sessions", "/v1/sessions") if limit else ():
             path, rewarding = path + "/{name:path}/reward", _rewarding(self.sessions)
             app.router.routes.append(Route(path, rewarding, methods=["POST"]))
-        try:
-            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
-            # Connections have it from here: Linux closes one whose reader stands still.
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SLOW_S)
-        except (OSError, UnicodeError, OverflowError, TypeError) as error:
-            told = f"host and port must be free to listen on, got {host!r} and {port!r}: {error}"
-            raise UnsupportedArgumentError(told) from error
+        listening = _listen(host, port)
         address: tuple[str, int] = listening.getsockname()[:2]
         self.host, self.port = address
         app = Gate(app, key, self.sessions)
@@ -115,6 +113,43 @@ class OpenAIServer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def check_serving(
+    host: str, port: int, api_key: str | None = None, *, capture: int = False, **options: Any
+) -> None:
+    """Refuses what :meth:`AsyncVLLM.serve` will not take, as far as that is known by now."""
+    _key(api_key)
+    _limit(capture)
+    server_args(options)
+    _listen(host, port).close()
+
+
+def _key(given: Any) -> str | None:
+    key = (os.environ.get("VLLM_API_KEY") or None) if given is None else given
+    if key is not None and not (isinstance(key, str) and key and key.isascii()):
+        raise UnsupportedArgumentError("api_key must be text of ASCII characters")
+    return key
+
+
+def _limit(capture: Any) -> int:
+    """How many answers are kept."""
+    if isinstance(capture, bool):
+        return DEFAULT_LIMIT if capture else 0
+    check_integer("capture", capture, 1)
+    return int(capture)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
+        # Connections have it from here: Linux closes one whose reader stands still.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SLOW_S)
+    except (OSError, UnicodeError, OverflowError, TypeError) as error:
+        told = f"host and port must be free to listen on, got {host!r} and {port!r}: {error}"
+        raise UnsupportedArgumentError(told) from error
+    return listening
 
 
 class Gate:

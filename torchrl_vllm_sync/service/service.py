@@ -945,13 +945,9 @@ class AsyncVLLM(RLvLLMEngine):
             NoReplicaAvailableError: No replica could be asked for its configuration.
         """
         from torchrl_vllm_sync.serve.server import OpenAIServer  # what vLLM brings along
-        from torchrl_vllm_sync.serve.sessions import DEFAULT_LIMIT
 
         self.replicas.require()
-        if capture is not True and capture is not False:
-            checks.check_integer("capture", capture, 1)
-        kept = DEFAULT_LIMIT if capture is True else int(capture)
-        server = OpenAIServer(self, host, port, api_key, options, kept)
+        server = OpenAIServer(self, host, port, api_key, options, capture)
         self._views = [*(one for one in self._views if one.is_open), server]
         return server
 
