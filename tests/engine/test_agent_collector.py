@@ -160,6 +160,44 @@ def test_an_agent_is_trained_through_its_address(service, name, checkpoint):
     assert any(one.grad.abs().max() > 0 for one in model.parameters())
 
 
+def asks_twice(name):
+    """Rewrites its question, so that its second prompt does not begin with its first turn."""
+
+    def agent(base_url, key, problem):
+        (asked,) = chat = [{"role": "user", "content": problem["query"]}]
+        answer = ask(base_url, key, chat, model=name)
+        again = {"role": "user", "content": f"In short: {asked['content']}"}
+        chat = [again, {"role": "assistant", "content": answer}, {"role": "user", "content": "So?"}]
+        return float(len(ask(base_url, key, chat, model=name)))
+
+    return agent
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_run_that_forks_are_trained_on_together(service, name, checkpoint):
+    """Twice as many as there are runs, beside each other, with one reward and advantage."""
+    numbered = problems(number=lambda at: at)
+    settings = {"num_rows": 4 * ROWS, "loader": numbered, "max_staleness": 1}
+    batches = [*collect(service, asks_twice(name), **settings)]
+    assert [len(rows) for rows in batches] == [2 * ROWS] * 2
+    trained = TrainerPolicy(load_tiny_model(checkpoint))
+    for rows in batches:
+        pairs = rows.view(ROWS, 2)
+        assert (pairs["turns", "forked"] == torch.tensor([False, True])).all()
+        assert (pairs["next", "done"].flatten(1) == torch.tensor([False, True])).all()
+        rewards = pairs["next", "reward"].flatten(1)
+        assert (rewards[:, 0] == rewards[:, 1]).all()
+        queries = [*rows["query"]]
+        assert queries == [queries[at - at % (2 * GROUP)] for at in range(2 * ROWS)]
+        assert [*rows["number"]] == [int(one.split()[-1]) for one in queries]
+        scored = GroupAdvantage(GROUP).inv(rows)
+        advantages = scored["advantage"].view(ROWS // GROUP, GROUP, 2)
+        assert (advantages[..., 0] == advantages[..., 1]).all()
+        assert advantages.sum(1).abs().max() < 1e-4 < advantages.abs().max()
+        loss = GRPOLoss(trained, entropy_coeff=0.0, masking_strategy="sft")(scored)
+        assert float(loss.ESS) > 0.9999
+
+
 def fails_at_first(name):
     tried = set()
 
@@ -208,14 +246,19 @@ def test_an_agent_that_fails_is_told_of_with_its_problem(service, way):
     eventually(lambda: threading.active_count() <= before)
 
 
+@pytest.mark.parametrize(
+    ("reward", "why"), [(float("nan"), "RewardError: .*finite number, got nan"), (None, "no reward")]
+)
 @pytest.mark.slow
-def test_rewards_must_be_finite_numbers(service, name):
+def test_a_run_without_a_finite_reward_has_failed(service, name, reward, why):
     def agent(base_url, key, problem):
         asks_once(name)(base_url, key, problem)
-        return float("nan")
+        return reward
 
-    with pytest.raises(AgentError, match="must be a finite number, got nan"):
-        [*collect(service, agent, max_attempts=1)]
+    for one in (agent, *([sys.executable, "-c", SCRIPT, name, ""] for _ in range(reward is None))):
+        with pytest.raises(AgentError, match=f"query.*attempt 2: {why}") as told:
+            [*collect(service, one, max_attempts=2)]
+        assert len(told.value.reasons) == 2
 
 
 @pytest.mark.slow

@@ -165,7 +165,8 @@ class AgentCollector(RolloutCollector):
             is the number on the last line that it prints. Other than 0, its exit status is a
             failure. What it leaves running in its process group is ended.
         dataloader: As that of ``ChatEnv.from_dataloader``; a column of texts is ``"query"``.
-        dialog_turns_per_batch: Runs of a batch. Where sessions fork there are more rows.
+        dialog_turns_per_batch: Runs of a batch. Where sessions fork there are more rows, which
+            ``total_dialog_turns`` counts.
         num_samples: Runs of each problem, for :class:`GroupAdvantage`.
         policy: Says how rows look and what sampling they may come from; by default the service's
             tokenizer and sampling as the model is.
@@ -177,7 +178,8 @@ class AgentCollector(RolloutCollector):
 
     Raises:
         UnsupportedArgumentError: An argument is out of range, or not for agents.
-        AgentError: While iterating: an agent has failed ``max_attempts`` times at a problem.
+        AgentError: While iterating: an agent has failed ``max_attempts`` times at a problem, or
+            given no reward.
         UncorrectableSamplingError: While iterating: an agent asked for other sampling.
     """
 
