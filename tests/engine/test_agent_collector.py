@@ -14,10 +14,10 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm.grpo import GRPOLoss
 
 from tests.engine.checks import perturbed
-from tests.engine.requests import eventually
+from tests.engine.requests import eventually, sampling
 from tests.engine.rollouts import QUIET, TEXTS
 from tests.engine.test_health import is_running
-from tests.engine.test_rollouts import GROUP, ROWS, length, make_collector
+from tests.engine.test_rollouts import GROUP, ROWS, make_collector
 from torchrl_vllm_sync import (
     AgentCollector,
     GroupAdvantage,
@@ -30,6 +30,7 @@ from torchrl_vllm_sync.errors import (
     UncorrectableSamplingError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.rl.policy import _Seeds
 from torchrl_vllm_sync.testing import load_tiny_model
 
 pytestmark = QUIET
@@ -98,12 +99,26 @@ def collect(service, agent, num_rows=ROWS, loader=None, **settings):
         collector.shutdown()
 
 
+def asks_with_seeds(name, seed):
+    """The ``n``-th run has the seed that a policy's ``n``-th row has, and ``n`` for its reward."""
+    seeds = enumerate(one.seed for one in _Seeds().of(sampling(seed=seed), ROWS))
+
+    def agent(base_url, key, problem):
+        at, own = next(seeds)
+        asks_once(name, seed=own)(base_url, key, problem)
+        return at
+
+    return agent
+
+
 def test_an_agent_s_rows_are_those_of_the_collector(service, name):
-    """Greedily, token by token, column by column."""
-    (wanted,) = make_collector(
-        service, length, sampling={"temperature": 0.0}, total_dialog_turns=ROWS
-    )
-    (found,) = collect(service, asks_once(name, temperature=0.0))
+    """For the same prompts and seeds, token by token, column by column."""
+
+    def numbers(prompts, answers):
+        return range(len(answers))
+
+    (wanted,) = make_collector(service, numbers, sampling={"seed": 7}, total_dialog_turns=ROWS)
+    (found,) = collect(service, asks_with_seeds(name, 7), concurrency=1)
     both = [{*one.keys(True, True)} for one in (wanted, found)]
     mine, its = ({key if isinstance(key, tuple) else (key,) for key in one} for one in both)
     assert {key for key in its ^ mine if "history" not in key} == set()
@@ -115,9 +130,12 @@ def test_an_agent_s_rows_are_those_of_the_collector(service, name):
         elif key[0] != "generation" and key[-1] not in ("terminated", "truncated"):
             assert first.shape == second.shape, key
             assert torch.allclose(first, second, rtol=1e-4, atol=1e-4, equal_nan=True), key
-    # The twin: at another temperature they are others.
-    (other,) = collect(service, asks_once(name))
-    assert not torch.equal(other["tokens", "response"], wanted["tokens", "response"])
+    assert len({str(one) for one in wanted["tokens", "response"].tolist()}) == ROWS
+    # The twin: with other seeds they are others.
+    (other,) = collect(service, asks_with_seeds(name, 8), concurrency=1)
+    width = min(one["tokens", "response"].shape[-1] for one in (other, wanted))
+    same = other["tokens", "response"][:, :width] == wanted["tokens", "response"][:, :width]
+    assert not same.all(-1).any()
 
 
 @pytest.mark.parametrize("way", ["http", "line"])
@@ -247,7 +265,8 @@ def test_an_agent_that_fails_is_told_of_with_its_problem(service, way):
 
 
 @pytest.mark.parametrize(
-    ("reward", "why"), [(float("nan"), "RewardError: .*finite number, got nan"), (None, "no reward")]
+    ("reward", "why"),
+    [(float("nan"), "RewardError: .*finite number, got nan"), (None, "no reward")],
 )
 @pytest.mark.slow
 def test_a_run_without_a_finite_reward_has_failed(service, name, reward, why):
