@@ -148,7 +148,7 @@ class Updates:
             self._push = None
 
     async def pin(self, version: int | None) -> None:
-        """Refuses all that would change the version, which must be this one, until it is let go."""
+        """Refuses all updates of the version, which must be this one, until it is let go."""
         async with self.exclusive(SHORT_TIMEOUT_S):
             if version not in (None, self.version):  # it follows snapshots
                 raise errors.VersionNotReachedError(version, {self.replica_id: "moved on"}, 0.0)
@@ -160,8 +160,7 @@ class Updates:
             raise errors.TransferNotReadyError(f"replica {self.replica_id} is pinned {at}")
 
     def refuse_older(self, version: int, what: str = "version") -> None:
-        if version != self.version:
-            self.require_unpinned()
+        self.require_unpinned()  # also of its own version: what came may be other weights
         if version < self.version:
             held = f"{self.version}, which replica {self.replica_id} holds"
             raise errors.StaleVersionError(f"{what} must be at least {held}, got {version}")
