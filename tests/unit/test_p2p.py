@@ -27,6 +27,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Members, Push
@@ -84,6 +85,25 @@ def test_what_is_written_is_what_vllms_loader_would_load(world, transport, name)
         assert (one.error, one.version, one.path) == ("", version, "plan")
         here.assert_holds(checkpoint)
     assert here.client.called.count("describe") == 1
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_a_plan_loses_is_noticed_and_not_served(world, transport, is_read):
+    """A parameter is written from nothing, or from another's tensor."""
+    here = world("qwen3", stage=True)
+    here.receiver.plan_writes(here.metadata)
+    for plan in (here.receiver._planned, here.receiver._staged_plan):
+        first, second, *_ = (one for one in plan.copies if "input_layernorm" in one.name)
+        plan.copies.remove(first)
+        if is_read:
+            plan.copies.append(replace(first, name=second.name))
+    one = broadcast.only(here.push(transport, here.checkpoint(), 1))
+    assert (one.version, one.replica_id) == (None, "0")
+    assert "some of the weights were not written" in one.error
+    updates = here.client.replicas["0"].loads._updates
+    assert (updates.whole, updates._gate.state) == (False, ReplicaState.STALE)
+    one = broadcast.only(here.push(transport, here.checkpoint(), 1))
+    assert "the plan left other values than a reload in 1 parameters" in one.error
 
 
 def assert_refused_untouched(here, transport, reason):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,13 +89,14 @@ class LoadPlan:
             fill.target.fill_(fill.value)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Puts the tensors of a push together from what the model holds of them; the rest is 0."""
+        """Puts the tensors of a push together from what the model holds; the rest is NaN."""
         copies: defaultdict[str, list[TensorCopy]] = defaultdict(list)
         for copy in self.copies:
             copies[copy.name].append(copy)
         for meta in self.metadata:
+            rest = math.nan if meta.dtype.is_floating_point else 0
             device = self.copies[0].target.device
-            whole = torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+            whole = torch.full(meta.shape, rest, dtype=meta.dtype, device=device)
             for copy in copies[meta.name]:
                 target = copy.target
                 for dim, step in enumerate(copy.stride):

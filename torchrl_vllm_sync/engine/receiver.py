@@ -317,6 +317,8 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             self.is_checked = True
             self.arena.mirror()  # the plan reads from there, which a reload leaves alone
             self._compare_with(lambda: reload_model(self.model, self.vllm_config, plan.tensors()))
+            if self._distrust and any(one.isnan().any() for one in self.model.parameters()):
+                raise TransferError(f"{self._distrust}; some of the weights were not written")
 
     # ---- Audits
 
