@@ -26,8 +26,9 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.weights import source as source_module
+from torchrl_vllm_sync.weights import audit
 from torchrl_vllm_sync.weights.push import WeightPusher, catch_up_from_others
+from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.transport import Standing, awaited_replicas
 
 WEIGHTS = {"w": torch.ones(2)}
@@ -198,12 +199,29 @@ def test_a_number_that_a_silent_replica_may_have_taken_is_not_free(pusher, trans
 
 def test_weights_are_read_once_for_a_replica_that_stays_behind(pusher, transport, monkeypatch):
     read = []
-    checksum = source_module.checksum
-    monkeypatch.setattr(source_module, "checksum", lambda one: read.append(1) or checksum(one))
+    checksum = data_file.checksum
+    monkeypatch.setattr(data_file, "checksum", lambda one: read.append(1) or checksum(one))
     transport.failing = {"b"}
     for _ in range(4):
         push(pusher, weights=Weights(), strict=False)
     assert read == [1]
+
+
+def test_a_failed_push_from_a_gpu_is_recognised_without_a_copy_on_the_host(
+    pusher, transport, monkeypatch
+):
+    monkeypatch.setattr(audit, "is_on_host", lambda _: False)
+    monkeypatch.setattr(torch.Tensor, "numpy", None)  # by which the host would read
+    module = Weights()
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher, weights=module)
+    module.w.data[1] += 1
+    with pytest.raises(StaleVersionError, match=r"version 1 was pushed already, .*: w;"):
+        push(pusher, weights=module, version=1)
+    module.w.data[1] -= 1
+    transport.failing = set()
+    assert push(pusher, weights=module, version=1).version == 1
 
 
 def test_a_retry_of_a_source_that_cannot_be_compared_is_safe(pusher, transport):
@@ -236,7 +254,8 @@ def test_a_committed_version_that_nothing_can_be_compared_with_is_not_repeated(p
 
 
 def test_pushes_that_everybody_took_read_no_weights(pusher, transport, monkeypatch):
-    monkeypatch.setattr(source_module, "checksum", None)
+    monkeypatch.setattr(data_file, "checksum", None)
+    monkeypatch.setattr(audit, "checksum", None)
     for _ in range(3):
         push(pusher, weights=Weights())
     assert transport.sent == [1, 2, 3]

@@ -27,13 +27,13 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource
-from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, FiniteCheck
+from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import Content, WeightSource, as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import WeightSource, as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     MOST_ATTEMPTS,

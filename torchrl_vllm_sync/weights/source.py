@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
@@ -20,15 +19,12 @@ from torchrl_vllm_sync.weights.module import (
     ModuleSource,
     ParamMeta,
     check_readable,
-    is_peft,
     known_of,
-    local,
     place_of,
     same_values,
     whole,
 )
 from torchrl_vllm_sync.weights.sharded import Renaming, ShardedModuleSource, is_sharded
-from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, checksum
 
 HEAD = "lm_head.weight"
 # Buffers that follow from the configuration: no checkpoint holds them, but a TensorDict may.
@@ -319,72 +315,6 @@ def _check(source: WeightSource, prefix: str, embedding: str | None, *problems: 
 
 def _listing(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}: {first_few(names)}" if names else ""
-
-
-class Content:
-    """What a source held at a moment, to recognise whether a later push repeats it.
-
-    A glance shows an optimizer step and other tensors, but not a write through ``.data`` outside of
-    the values it reads; :meth:`summed` shows every change.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        self._is_summed = False
-        self._seen = self._see(source, wait=False)  # it is read once the push has ended
-
-    def summed(self, source: WeightSource) -> None:
-        """Notes that a retry is due, and checksums to recognise it by."""
-        self._is_summed = True
-        self._seen = self._see(source)
-
-    def difference(self, source: WeightSource) -> str:
-        """Returns what of ``source`` may not be as it was; empty if all is shown to be."""
-        then, now = self._seen, self._see(source)
-        if then is None or now is None:
-            # A push that left replicas behind is retried whatever its source is.
-            return "" if self._is_summed else "nothing is known to compare its weights with"
-        changed = [n for n in {**now, **then} if not _is_same(now.get(n), then.get(n))]
-        return _listing("not as they were", changed)
-
-    def _see(self, source: WeightSource, *, wait: bool = True) -> dict[str, Any] | None:
-        """Looks at the live tensors that a source reads unchanged; ``None`` if unknown."""
-        owner = source.owner if isinstance(source, StableSource) else None
-        if isinstance(source, MappingSource):
-            held = source.tensors
-        elif isinstance(owner, torch.nn.Module) and not is_peft(owner):
-            held = dict(owner.state_dict(keep_vars=True))
-        elif views := views_of(source):
-            held = dict(views)
-        else:
-            return None
-        if self._is_summed:
-            return {name: checksum(local(one)) for name, one in held.items()}
-        step = max(len(held) // 8, 1)
-        return {
-            # Fused optimizers do not count their writes, so some values of a few are read.
-            name: _glance(one, with_values=index % step == 0, wait=wait)
-            for index, (name, one) in enumerate(held.items())
-        }
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether glances or checksums are equal; a glance ends in some values, or nothing."""
-    if not (isinstance(one, tuple) and isinstance(other, tuple)):
-        return one == other
-    both = [bytes_of(values).tobytes() for *_, values in (one, other) if values is not None]
-    return one[:-1] == other[:-1] and len(both) != 1 and len({*both}) < 2
-
-
-def _glance(tensor: torch.Tensor, *, with_values: bool, wait: bool) -> tuple[Any, ...]:
-    """Identifies a tensor's memory and the writes to it."""
-    one, sample = local(tensor), None
-    storage = StorageWeakRef(one.untyped_storage())  # no other storage is taken for it
-    if with_values:
-        flat = one.reshape(-1)
-        some = flat[:: max(flat.numel() // 16, 1)].detach()
-        sample = some.to("cpu", non_blocking=not wait, copy=True)
-    writes = None if tensor.is_inference() else tensor._version
-    return storage, one.storage_offset(), one.shape, one.stride(), writes, sample
 
 
 # ---- Where a source is
