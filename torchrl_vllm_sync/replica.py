@@ -219,6 +219,7 @@ class EngineReport:
     weight_version: int | None = None  # policy version of its weights
     base_version: int | None = None  # of those without adapters
     adapters: dict[str, int] | None = None  # name to version of the newest of each
+    asleep: bool = False  # whether memory of weights, or of keys and values, is put to sleep
     num_unfinished: int | None = None  # requests inside the engine, exact when it reported
     # From the scheduler's last statistics: its running batch, its queue, and the share of KV-cache
     # blocks in use, 0 to 1; and how old these were when it reported.

@@ -277,3 +277,17 @@ class HeldActor(EngineActor):
             return await call(*args, **kwargs)
 
         return held
+
+
+class DozingActor(HeldActor):
+    """One that also waits before its engine falls asleep, or wakes memory: at points of its own.
+
+    ``sleep``, and the name of the memory: ``weights``, ``kv_cache``.
+    """
+
+    async def start(self, *args, **kwargs):
+        description = await super().start(*args, **kwargs)
+        engine = self.engine
+        wake_up, engine.sleep = engine.wake_up, self._holding("sleep", engine.sleep)
+        engine.wake_up = lambda tags=None: self._holding((tags or [""])[0], wake_up)(tags)
+        return description

@@ -77,13 +77,20 @@ class Rival:
 class Trainer:
     """A trainer in a process of its own."""
 
-    def __init__(self, service, checkpoint, **options):
+    def __init__(self, service, checkpoint, memmap=False, **options):
         self._model = load_tiny_model(checkpoint)
         self._service = service
-        self._service.use_transport(broadcast(**options))
+        self._service.use_transport(MemmapTransport() if memmap else broadcast(**options))
 
     def pid(self):
         return os.getpid()
 
     def push(self, seed, **options):
         return self._service.push_weights(perturbed(self._model, seed=seed), **options).version
+
+    def push_to_some(self, seed):
+        """Returns the reason of each replica that was left behind."""
+        return self._service.push_weights(perturbed(self._model, seed=seed)).left_behind
+
+    def sleep(self):
+        self._service.sleep(2, "keep")

@@ -26,7 +26,7 @@ SERVING, STALE, STARTING = ReplicaState.SERVING, ReplicaState.STALE, ReplicaStat
 class Pusher:
     """Pushes nothing."""
 
-    committed_run_id = slept_s = None
+    committed_run_id = None
 
     def __init__(self, committed=0):
         self.committed = committed
@@ -72,6 +72,27 @@ def test_launched_weights_do_not_come_back_while_nobody_serves(load):
 def test_nothing_was_pushed_yet(load):
     told(load, "1", SERVING, 0)
     assert newest_for_0(load) == 0
+
+
+def test_one_that_begins_anew_sleeps_if_others_do_or_if_all_last_did(load, monkeypatch):
+    replicas = replicas_of(load=load)
+    monkeypatch.setattr(replicas, "learn", lambda timeout_s: None)
+    pusher = Pusher()
+    fleet = Fleet(replicas, pusher)
+
+    def says(replica_id, state, asleep):
+        load.observe(EngineReport(replica_id=replica_id, state=state, asleep=asleep))
+
+    assert not fleet._are_asleep()
+    says("0", ReplicaState.UPDATING, True)
+    says("1", ReplicaState.UPDATING, True)
+    load.mark("0", STARTING)
+    assert fleet._are_asleep()
+    says("1", SERVING, False)  # a push has woken it
+    assert not fleet._are_asleep()
+    says("1", ReplicaState.UPDATING, True)
+    load.mark("1", ReplicaState.FAILED)
+    assert fleet._are_asleep()
 
 
 # ---------------------------------------------------------------- leaving and restarting

@@ -1,12 +1,15 @@
 """vLLM's own calls on every replica: what each is sent, and what is refused, without engines."""
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from tests.fakes.service import member, replicas_of
+from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
+    ReplicaUnavailableError,
     ServiceClosedError,
     TransferNotReadyError,
     UnsupportedArgumentError,
@@ -25,17 +28,20 @@ def of_two_workers(name):
 class Rig:
     """Two replicas of two workers each; their calls are noted, and answered with ``answers``."""
 
-    def __init__(self, monkeypatch, launched=True):
+    def __init__(self, monkeypatch, launched=True, colocated=False):
         self.replicas = replicas_of(
             [of_two_workers("0"), of_two_workers("1")],
             launched=launched,
+            colocated=colocated,
             engine_args=SimpleNamespace(
                 tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1
             ),
         )
         self.calls, self.answers, self.learned, self.aside = [], {}, [], []
         weights = SimpleNamespace(
-            pusher=SimpleNamespace(step_aside=lambda: self.aside.append(1)),
+            pusher=SimpleNamespace(
+                step_aside=lambda: self.aside.append(1), exclusive=contextlib.nullcontext
+            ),
             learn_versions=lambda *, notify: self.learned.append(notify),
         )
         monkeypatch.setattr(self.replicas, "start_calls", self.start)
@@ -109,6 +115,27 @@ def test_the_service_is_awake_when_all_are(rig, replica_id):
     assert not rig.answers.update({replica_id: False})
     assert not rig.client.wake_up(["weights"])
     assert rig.learned == [True, True]
+
+
+def test_where_engines_sleep_for_a_trainer_the_dead_keep_none_awake(monkeypatch):
+    dead = ReplicaUnavailableError("1", ReplicaState.FAILED, "its actor died")
+    rig = Rig(monkeypatch, colocated=True)
+    rig.answers = {"0": True, "1": dead}
+    rig.client.sleep(2, "keep")
+    assert not rig.client.wake_up()
+    away = ReplicaUnavailableError("1", ReplicaState.FAILED, "out of reach", may_return=True)
+    for failure in (away, ReplicaUnavailableError("1", ReplicaState.STALE), TimeoutError("silent")):
+        rig.answers["1"] = failure
+        with pytest.raises(type(failure)):
+            rig.client.sleep(2, "keep")
+    rig.answers = {"0": False, "1": dead}
+    with pytest.raises(ReplicaUnavailableError, match="replica 1 is failed"):
+        rig.client.wake_up()
+    others = Rig(monkeypatch)
+    others.answers = {"0": True, "1": dead}
+    for call in (others.client.sleep, others.client.wake_up):
+        with pytest.raises(ReplicaUnavailableError, match="replica 1 is failed"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,29 @@ async def test_a_pause_outlives_an_update_and_sleep_wants_its_weights_back(nativ
     assert native.state is SERVING
 
 
+async def test_a_push_wakes_what_is_falling_asleep_and_no_cache_without_weights(native):
+    begun, slept = asyncio.Event(), asyncio.Event()
+
+    async def sleep(*_):
+        begun.set()
+        await slept.wait()
+
+    native._engine.sleep, native._engine.wake_up = sleep, native._engine.resume_generation
+    falling = asyncio.create_task(native.sleep(2, "keep"))
+    await begun.wait()
+    waking = asyncio.create_task(native.rouse("weights"))
+    await asyncio.sleep(0)
+    slept.set()
+    await asyncio.gather(falling, waking)
+    assert native._updates.asleep == {"kv_cache"}
+    await native.update_weights_native(PART)
+    await native.rouse("kv_cache")
+    assert native.state is SERVING
+    await native.sleep(2, "keep")
+    await native.rouse("kv_cache")  # of a push that missed it
+    assert native._updates.asleep == {"kv_cache", "weights"}
+
+
 @pytest.mark.parametrize("drains", [False, True])
 async def test_weights_are_labelled_while_no_request_gets_tokens(native, drains):
     called = []

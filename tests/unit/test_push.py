@@ -503,6 +503,26 @@ def test_who_was_silent_and_has_caught_up_can_give_to_others(
     assert asked == [(["b"], ["a"], 1), (["a"], ["b"], 1)]
 
 
+@pytest.mark.parametrize("others", [ReplicaState.SERVING, ReplicaState.UPDATING])
+def test_who_sleeps_wakes_as_it_catches_up_if_others_are_awake(
+    replicas, transport, monkeypatch, others
+):
+    def catch_up(client, replica_ids, *_):
+        replicas.calls.append("load")
+        return {name: {} for name in replica_ids}
+
+    monkeypatch.setattr("torchrl_vllm_sync.weights.push.catch_up_from_others", catch_up)
+    pusher = WeightPusher(replicas, lambda: [ParamMeta.of("w", WEIGHTS["w"])], wakes=True)
+    pusher.use(transport)
+    push(pusher)
+    replicas.calls.clear()
+    replicas.states = {"a": others, "b": ReplicaState.STALE}
+    assert pusher.catch_up(["b"], 1.0) == {}
+    is_awake = others is ReplicaState.SERVING
+    wanted = ["rouse", "load", "rouse"] if is_awake else ["load"]
+    assert [one for one in replicas.calls if one != "report"] == wanted
+
+
 def test_who_is_stopped_is_not_waited_for_while_pushes_wait(
     pusher, replicas, transport, monkeypatch
 ):

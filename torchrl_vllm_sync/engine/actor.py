@@ -288,6 +288,7 @@ class EngineActor:
             figures["weight_version"] = self._updates.version
             figures["base_version"] = self._updates.base
             figures["adapters"] = self._adapters.newest()
+            figures["asleep"] = bool(self._updates.asleep)
             figures["num_unfinished"] = self.get_num_unfinished_requests()
             figures |= {"counters": self._stats.counters(), **self._stats.latencies()}
         return EngineReport(

@@ -505,22 +505,26 @@ class NativeCalls:
             rule = f"tags must be among {sorted(MEMORY_TAGS)} and 'scheduling'"
             raise errors.UnsupportedArgumentError(f"{rule}, got {unknown}")
         async with self._turn("wake_up", timeout_s):
-            left = self._updates.asleep - wanted
-            if not left and not self._updates.whole:
-                raise self._not_ready(
-                    "it has no weights to serve with: wake_up(['weights']), then an update, then "
-                    "wake_up(['kv_cache'])"
-                )
-            await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
-            self._updates.asleep = left
-            if not left:
-                await self._let_go()
+            return await self._wake(tags, self._updates.asleep - wanted, timeout_s)
+
+    async def _wake(self, tags: list[str] | None, left: frozenset[str], timeout_s: float) -> bool:
+        if not left and not self._updates.whole:
+            raise self._not_ready(
+                "it has no weights to serve with: wake_up(['weights']), then an update, then "
+                "wake_up(['kv_cache'])"
+            )
+        await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
+        self._updates.asleep = left
+        if not left:
+            await self._let_go()
         return not left
 
     async def rouse(self, tag: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Wakes memory, if it sleeps, as far as a push has come."""
-        if tag in self._updates.asleep:
-            await self.wake_up([tag], timeout_s=timeout_s)
+        """Wakes memory, if it sleeps, as far as a push has come: the cache after the weights."""
+        async with self._turn("rouse", timeout_s):  # it may be falling asleep
+            asleep = self._updates.asleep
+            if tag in asleep and (tag == "weights" or "weights" not in asleep):
+                await self._wake([tag], asleep - {tag}, timeout_s)
 
     async def _hold(self, what: str, call: Awaitable[None], timeout_s: float) -> None:
         """Keeps the engine from stepping by ``call``; undone if that fails."""

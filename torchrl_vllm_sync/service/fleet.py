@@ -140,16 +140,23 @@ class Fleet:
             self._replicas.settings, ids, beside=beside, join_later=True, num_restarts=num_restarts
         )
         try:
-            with self._pusher.exclusive(PUSH_TIMEOUT_S), self._lock:
-                for one in members if num_restarts else ():
-                    self._member(one.replica_id)  # it may have been removed meanwhile
-                self._put(members)
+            with self._pusher.exclusive(PUSH_TIMEOUT_S):
+                if self._replicas.settings.colocated and self._are_asleep():
+                    self._call(members, "sleep", 2, "keep").raise_failures()
+                with self._lock:
+                    for one in members if num_restarts else ():
+                        self._member(one.replica_id)  # it may have been removed meanwhile
+                    self._put(members)
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise
-        if self._pusher.slept_s is not None:  # its memory is the trainer's until the next push
-            self._call(members, "sleep", 2, "keep")
         self._admit(members)
+
+    def _are_asleep(self) -> bool:
+        """Whether a trainer has the engines' memory: as others say now, or as all last said."""
+        self._replicas.learn(timeout_s=CALL_TIMEOUT_S)
+        known = self._load.snapshots()
+        return any(one.report.asleep for one in self._load.admitting() or known)
 
     def _put(self, members: Sequence[Member]) -> None:
         """Makes them members: pushes wait for them from now on, requests do not go there yet."""

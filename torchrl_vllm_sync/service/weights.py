@@ -12,10 +12,12 @@ from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds, check_ver
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
+    ReplicaUnavailableError,
     UnsupportedArgumentError,
     VersionNotReachedError,
 )
 from torchrl_vllm_sync.observe.status import StatusLog
+from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S, Answers, Replicas
 from torchrl_vllm_sync.weights.module import ParamMeta, from_json
@@ -365,9 +367,15 @@ class NativeClient:
             timeout_s: Seconds for it.
         """
         start = time.perf_counter()
-        self._call("sleep", level, mode, timeout_s=timeout_s).raise_failures()
+        with self._weights.pusher.exclusive(timeout_s):  # catching up wakes one, too
+            answers = self._call("sleep", level, mode, timeout_s=timeout_s)
+        seconds = time.perf_counter() - start
+        self._replicas.learn()
+        if self._replicas.settings.colocated:  # what is dead holds nothing, and comes back asleep
+            answers = Answers({name: one for name, one in answers.items() if not is_dead(one)})
+        answers.raise_failures()
         if level > 0:
-            self._weights.pusher.slept_s = time.perf_counter() - start
+            self._weights.pusher.slept_s = seconds
 
     def wake_up(
         self, tags: list[str] | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -382,8 +390,11 @@ class NativeClient:
         Returns:
             Whether all are fully awake and take requests.
         """
-        awake = all(self._call("wake_up", tags, timeout_s=timeout_s).raise_failures().values())
+        answers = self._call("wake_up", tags, timeout_s=timeout_s)
         self._replicas.learn()
+        if not self._replicas.settings.colocated or True not in answers.values():
+            answers.raise_failures()  # else others are dead, or sleep until the next push
+        awake = not answers.failures and all(answers.values())
         if awake:
             self._weights.pusher.slept_s = None
         return awake
@@ -401,6 +412,11 @@ class NativeClient:
         if timeout_s is not None:
             how |= {"timeout_s": timeout_s, "deadline_s": timeout_s + GRACE_S}
         return self._replicas.call_replicas(method, *args, **{"deadline_s": CALL_TIMEOUT_S, **how})
+
+
+def is_dead(answer: Any) -> bool:
+    is_unavailable = isinstance(answer, ReplicaUnavailableError)
+    return is_unavailable and answer.state is ReplicaState.FAILED and not answer.may_return
 
 
 def is_payload(weights: Any) -> bool:

@@ -13,6 +13,8 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.errors import (
     NonFiniteWeightsError,
@@ -543,6 +545,7 @@ class WeightPusher:
                 if self._wakes:
                     times.seconds["sleep_s"] = self.slept_s or 0.0
                     with times.measure("wake_s"):
+                        torch.cuda.empty_cache()  # what the trainer freed, but PyTorch keeps
                         self._rouse("weights")  # whoever cannot is named by what is sent to it
                 self._open(source)
                 metadata, joined = source.metadata(), self._members.incarnations
@@ -742,6 +745,8 @@ class WeightPusher:
             left = [one for one in replica_ids if one not in silent]
             givers = [n for n, held in served.items() if held == version]
             holders = [n.replica_id for n in reports if n.adapters and n.replica_id in givers]
+            if rouses := self._wakes and bool(givers):  # it sleeps, and others are awake
+                self._ask(left, "rouse", "weights", limit_s=WAKE_TIMEOUT_S)
             reached, adapters = self._ledger.reached, None
             if holders or not givers:
                 adapters = self._given_adapters(holders, version, deadline)
@@ -761,6 +766,9 @@ class WeightPusher:
                 whole = [name for name in replica_ids if name in answers.keys() - failed(answers)]
                 told = {**adapters, "adapters": []}
                 answers |= self._ask(whole, "take_adapters", told, limit_s=deadline.left_s)
+            if rouses:
+                whole = [*(answers.keys() - failed(answers).keys())]
+                answers |= failed(self._ask(whole, "rouse", "kv_cache", limit_s=WAKE_TIMEOUT_S))
             failures = silent | failed(answers)
             for name in answers.keys() - failures.keys():  # these have done something
                 self._members.silent.pop(name, None)
