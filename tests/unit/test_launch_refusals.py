@@ -34,6 +34,30 @@ def test_a_number_that_no_engine_can_have_is_refused(name, value, monkeypatch, t
         AsyncVLLM.from_pretrained(tmp_path, **{name: value})
 
 
+def test_engines_that_do_not_fit_beside_the_trainer_are_refused_before_ray_starts(
+    monkeypatch, tmp_path
+):
+    from vllm import AsyncEngineArgs
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(service_module, "on_cpu", lambda: False)
+    monkeypatch.setattr(service_module, "gpu_bytes", lambda: 80 * 10**9)
+
+    def serve(share, trainer_gb, colocate=True, **given):
+        own = AsyncEngineArgs(str(tmp_path), gpu_memory_utilization=share, **given)
+        AsyncVLLM(own, colocate=colocate, trainer_memory_bytes=trainer_gb * 10**9)
+
+    serve(0.5, 40)
+    both = r"a GPU of 80.00 GB together, got 40.00 GB for the engine \(gpu_memory_utilization=0.5\)"
+    with pytest.raises(UnsupportedArgumentError, match=f"{both} and 41.00 GB for the trainer"):
+        serve(0.5, 41)
+    with pytest.raises(UnsupportedArgumentError, match=r"got 60.00 GB for the engine"):
+        serve(0.5, 40, kv_cache_memory_bytes=60 * 10**9)
+    with pytest.raises(UnsupportedArgumentError, match="is for colocate=True"):
+        serve(0.5, 40, colocate=False)
+
+
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_launch_says_what_it_does_unless_told_not_to(verbose, monkeypatch, tmp_path, capsys):
     class StartedError(Exception):

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import inspect
 import logging
+import math
 import os
 import re
 import signal
@@ -55,6 +56,12 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
+
+
+def gpu_bytes() -> int:
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
 
 
 def make_engine_args(
@@ -165,6 +172,23 @@ def prepare_engine_args(
         elif on_cpu():
             prepared.distributed_executor_backend = "uni"
     return prepared
+
+
+def check_shares(engine_args: AsyncEngineArgs, trainer_bytes: int, gpu_bytes: int) -> None:
+    """Refuses engines that would not fit on a GPU beside what a trainer keeps there."""
+    share, cache_bytes = engine_args.gpu_memory_utilization, engine_args.kv_cache_memory_bytes or 0
+    # vLLM wants that much to be free when it starts, also if the cache has a size of its own.
+    engine_bytes = max(math.ceil(share * gpu_bytes), cache_bytes)
+    if engine_bytes + trainer_bytes > gpu_bytes:
+        gpu, engine, trainer = (
+            f"{n / 1e9:.2f} GB" for n in (gpu_bytes, engine_bytes, trainer_bytes)
+        )
+        given = f"gpu_memory_utilization={share:g}"
+        given += f", kv_cache_memory_bytes={cache_bytes}" if cache_bytes else ""
+        raise UnsupportedArgumentError(
+            f"engine and trainer must fit on a GPU of {gpu} together, got {engine} for the engine "
+            f"({given}) and {trainer} for the trainer (trainer_memory_bytes)"
+        )
 
 
 def for_replica(engine_args: AsyncEngineArgs, index: int, num_restarts: int = 0) -> AsyncEngineArgs:

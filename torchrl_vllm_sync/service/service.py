@@ -25,7 +25,9 @@ from tqdm import tqdm
 
 from torchrl_vllm_sync import checks
 from torchrl_vllm_sync.engine.args import (
+    check_shares,
     engine_environment,
+    gpu_bytes,
     make_engine_args,
     num_workers,
     on_cpu,
@@ -130,6 +132,9 @@ class AsyncVLLM(RLvLLMEngine):
         colocate: Engines are on the trainer's GPUs, and sleep while it needs their memory: from
             :meth:`sleep` on, which :class:`RolloutCollector` calls before it hands a batch on,
             until the next push, which wakes them. See :meth:`awake`.
+        trainer_memory_bytes: With ``colocate``, what the trainer keeps on each of these GPUs while
+            engines are awake: parameters, gradients, optimizer state. Where that does not fit
+            beside ``gpu_memory_utilization``, nothing is started.
 
     Raises:
         UnsupportedArgumentError: Also if the platform cannot run what ``engine_args`` ask for.
@@ -163,10 +168,14 @@ class AsyncVLLM(RLvLLMEngine):
         max_restarts: int = 3,
         scaling: ScalingPolicy | None = None,
         colocate: bool = False,
+        trainer_memory_bytes: int = 0,
     ) -> None:
         checks.check_integer("max_restarts", max_restarts, 0)
         checks.check_integer("num_replicas", num_replicas, 1)
         checks.check_number("num_cpus_per_replica", num_cpus_per_replica, 0)
+        checks.check_integer("trainer_memory_bytes", trainer_memory_bytes, 0)
+        if trainer_memory_bytes and not colocate:
+            raise UnsupportedArgumentError("trainer_memory_bytes is for colocate=True")
         checks.check_positive("request_timeout_s", request_timeout_s)
         if not 1 <= unresponsive_after_s < math.inf:
             raise UnsupportedArgumentError(
@@ -182,6 +191,8 @@ class AsyncVLLM(RLvLLMEngine):
         engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
         if colocate and not on_cpu():
             engine_args.enable_sleep_mode = True
+            if trainer_memory_bytes:
+                check_shares(engine_args, trainer_memory_bytes, gpu_bytes())
         if not verbose:
             engine_args.use_tqdm_on_load = False
         if enable_prefix_caching is None:
