@@ -352,10 +352,10 @@ class PacingError(SyncError, RuntimeError):
 
 
 class PacingTimeoutError(PacingError, TimeoutError):
-    """A collector was not admitted, its turn did not come, or its rows did not get on, in time.
+    """What a collector or the trainer of a pacer waited for did not come in time.
 
     Attributes:
-        step: ``"admit"``, ``"turn"``, ``"keep"`` or ``"settled"``: what was waited for.
+        step: ``"admit"``, ``"turn"``, ``"keep"``, ``"settled"`` or ``"ready"``: what it was.
         timeout_s: Seconds that were waited.
         told: How many rows are admitted and trained, and who holds those that are next.
     """
@@ -366,7 +366,7 @@ class PacingTimeoutError(PacingError, TimeoutError):
 
     def __str__(self) -> str:
         what = {"admit": "no rows were admitted", "turn": "the rows' turn did not come"}
-        what["settled"] = "rows on their way did not get there"
+        what |= {"settled": "rows on their way did not get there", "ready": "no batch was complete"}
         told = what.get(self.step, "no group was kept")
         return f"{told} within {self.timeout_s:g} s: {self.told}"
 

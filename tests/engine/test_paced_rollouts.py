@@ -22,6 +22,8 @@ from torchrl_vllm_sync.testing import load_tiny_model
 
 pytestmark = QUIET
 ROWS = 8
+CONFIG = {"num_cpus": 0, "num_gpus": 0}  # of actors
+ENVIRONMENT = {"env_vars": {"LIST_TO_STACK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}}
 
 
 @pytest.fixture(autouse=True)
@@ -101,15 +103,13 @@ def die_between_writing_and_saying_so(collector):
 @pytest.mark.slow
 def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, checkpoint):
     pacer = Pacer(2, ROWS, shared=True, timeout_s=60.0)
-    config = {"num_cpus": 0, "num_gpus": 0}
-    environment = {"LIST_TO_STACK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     buffer = RayReplayBuffer(
         storage=partial(LazyStackStorage, ROWS),
         sampler=ConsumingSampler,
         batch_size=ROWS,
-        remote_config=config,
+        remote_config=CONFIG,
     )
-    remote = RolloutCollector.as_remote({**config, "runtime_env": {"env_vars": environment}})
+    remote = RolloutCollector.as_remote(CONFIG | {"runtime_env": ENVIRONMENT})
     collectors = [
         remote.remote(
             env_of,
@@ -126,7 +126,7 @@ def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, 
         ray.get(one.start.remote())
     trained = Trained(service, WeightUpdater(service, source=load_tiny_model(checkpoint)))
     for step in range(10):
-        eventually(lambda: len(buffer) == ROWS)
+        pacer.wait_for_batch()
         trained.step(buffer.sample(ROWS))
         if step == 3:
             ray.kill(collectors[0])

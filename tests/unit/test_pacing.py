@@ -259,6 +259,33 @@ def test_who_waits_is_woken_and_not_for_ever():
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_trainer_is_woken_when_its_batch_is_there():
+    async def run():
+        ledger = Ledger(1, 8)
+        ledger.join("a", 4)
+        for _ in range(2):
+            waiting = asyncio.create_task(ledger.call("ready", (), 60.0))
+            for _ in range(2):
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                number = ledger.admit("a").number
+                assert ledger.turn("a", number)
+                ledger.deliver("a", number)
+            assert await waiting
+            ledger.train(4)  # the others of the batch are there, too
+            assert ledger.ready()
+            ledger.train(4)
+            assert ledger.ready() is None
+
+    asyncio.run(run())
+    pacer = Pacer(0, 4, timeout_s=0.05)
+    pacer._call("join", "a", 4)
+    pacer._call("admit", "a")
+    told = "no batch was complete within 0.05 s: 4 rows admitted, 0 trained .*batch 0.*held by a"
+    with pytest.raises(PacingTimeoutError, match=told):
+        pacer.wait_for_batch()
+
+
 def test_what_a_dead_collector_waited_for_goes_to_others():
     """Its call outlives it, in the actor that keeps the books."""
 

@@ -141,6 +141,10 @@ class Ledger:
         self.num_delivered, self._handing = self.num_delivered + 1, None
         self._notify()
 
+    def ready(self) -> bool | None:
+        """True once all rows of the batch that is trained next are handed on."""
+        return self._batches_ahead(self.num_delivered) > 0 or None
+
     def train(self, num_rows: int) -> None:
         """Notes that so many more rows are trained, and pushed."""
         check_integer("num_rows", num_rows, 0)
@@ -246,9 +250,8 @@ class Pacer:
         >>> for collector in collectors:
         ...     collector.start()
         >>> for _ in range(num_steps):
-        ...     while len(buffer) < 64:  # with a ConsumingSampler
-        ...         time.sleep(0.01)
-        ...     train(buffer.sample(64))
+        ...     pacer.wait_for_batch()
+        ...     train(buffer.sample(64))  # with a ConsumingSampler
         ...     updater.push_weights()
         ...     pacer.trained(64)
 
@@ -260,7 +263,8 @@ class Pacer:
             whatever its sampler, and need not hold more.
         shared: Keep the books in a Ray actor, so that copies of the pacer in other processes are
             the same pacer. It ends with this one.
-        timeout_s: Seconds for which a collector waits to be admitted, or for its turn.
+        timeout_s: Seconds for which a collector waits to be admitted, or for its turn, and the
+            trainer for its batch.
 
     Raises:
         UnsupportedArgumentError: An argument is out of range.
@@ -286,6 +290,15 @@ class Pacer:
         if not self.shared:
             raise UnsupportedArgumentError("a Pacer for several processes needs shared=True")
         return vars(self)
+
+    def wait_for_batch(self) -> None:
+        """Waits until the next ``batch_size`` rows are in the buffer.
+
+        Raises:
+            PacingTimeoutError: They are not within ``timeout_s``; it says who holds them.
+            PacingError: The pacer's actor died.
+        """
+        self._call("ready", waits=True)
 
     def trained(self, num_rows: int) -> None:
         """Says that so many more rows are trained, and that the weights they made are pushed.
