@@ -314,7 +314,8 @@ class Pacer:
     def leave(self, owner: str) -> None:
         """Takes back what a collector held that died; another samples the same rows.
 
-        What it had written to a buffer that counts its rows is not written again.
+        What it had written to a buffer that counts its rows is not written again. One whose actor
+        Ray restarts says so itself, and must not be said to have left once it is there again.
 
         Args:
             owner: The collector's :attr:`RolloutCollector.name`.

@@ -61,8 +61,9 @@ class RunState:
         model: What is trained, also sharded by FSDP2: then every rank saves and loads.
         optimizer, buffer: Its optimizer, and a replay buffer.
         collector: A collector that has the trainer's process to itself, with its pacer.
-        pacer: That of several collectors, which hand nothing on while a run is saved. What they
-            have handed on is sampled no more: save their buffer with it.
+        pacer: That of several collectors, which hand nothing on while a run is saved, once it was
+            told what is ``trained``. What they have handed on is sampled no more: save their buffer
+            with it.
         updater: What pushes the model, and the first thing that it pushes after a load.
         settings: What a program that loads must have alike, by key: numbers, texts and the like.
         **extra: Whatever else has ``state_dict`` and ``load_state_dict``, such as a scheduler.
