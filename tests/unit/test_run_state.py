@@ -441,6 +441,7 @@ def test_what_collectors_of_one_pacer_were_sampling_is_sampled_anew(tmp_path):
     run.save(tmp_path)
     pacer, buffer, run, other = made()
     run.load(tmp_path)
+    assert buffer.write_count == 4  # by which the pacer knows what is written
     for at in range(3):
         assert [number(one) for one in buffer[:]["query"]] == [2 * at] * 2 + [2 * at + 1] * 2
         buffer.empty()
