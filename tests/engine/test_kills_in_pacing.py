@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 ROWS, STALENESS = 2 * GROUP, 2
 NUM_COLLECTORS, ROUNDS = 2, 2
 LONG, LIMIT_S = 10**6, 240.0  # batches until a kill; processes begin slowly on a busy machine
+# Of a buffer with room for one batch, rows that are written twice might overwrite each other.
+ROOM = 2 * ROWS
 BUFFER = {"sampler": ConsumingSampler, "batch_size": ROWS, "remote_config": CONFIG}
-BUFFER["storage"] = partial(RolloutStorage, ROWS)
+BUFFER["storage"] = partial(RolloutStorage, ROOM)
 # In a collector: it has a ticket; it is its turn; it is about to write; it has written.
 MOMENTS = ["_begun", "_has_to_write", "extend", "_deliver"]
 
@@ -241,7 +243,7 @@ class Trainer:
     """A trainer's process, with its collectors in threads."""
 
     def train(self, service, checkpoint, saves, *num_batches):
-        storage, sampler = RolloutStorage(ROWS), ConsumingSampler()
+        storage, sampler = RolloutStorage(ROOM), ConsumingSampler()
         buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=ROWS)
         pacer = new_pacer(shared=False)
         return train(service, checkpoint, saves, pacer, buffer, *num_batches).state_dict()
