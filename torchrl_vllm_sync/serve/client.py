@@ -39,7 +39,7 @@ class ServiceClient:
         self.renderer = self.input_processor.renderer
 
     async def generate(
-        self, prompt: Any, params: Any, _: str, *, session_id: str | None = None, **more: Any
+        self, prompt: Any, params: Any, name: str, *, session_id: str | None = None, **more: Any
     ) -> AsyncGenerator[Any]:
         """Yields outputs as an engine does; what a replica loses is gone on with by another."""
         is_other = prompt.get("type") != "token" or more.get("data_parallel_rank") is not None
@@ -48,13 +48,13 @@ class ServiceClient:
             raise NotImplementedError(told)
         if params.structured_outputs and more.get("reasoning_ended"):
             raise NotImplementedError("structured output needs reasoning to be parsed here")
-        config, asked = self.vllm_config, ASKED.get()
+        asked = ASKED.get()
         session_id, group_id = asked.session_id or session_id, asked.group_id
         if too_long := [one for one in (session_id, group_id) if one and len(one) > MAX_KEY]:
             told = f"must have at most {MAX_KEY} characters, got {len(too_long[0])}"
             raise ValueError(f"names of sessions and groups {told}")
-        others = config.speculative_config, config.structured_outputs_config
-        params.verify(self.model_config, *others, self.input_processor.tokenizer)
+        # What the engine would refuse is refused here, as what is wrong with the request.
+        self.input_processor.process_inputs(name, prompt, params, ("generate",))
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
         recording = None
         if self._sessions is not None and asked.session_id is not None:
