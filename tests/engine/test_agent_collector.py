@@ -194,11 +194,11 @@ def asks_twice(name):
 @pytest.mark.slow
 def test_the_rows_of_a_run_that_forks_are_trained_on_together(service, name, checkpoint):
     """Twice as many as there are runs, beside each other, with one reward and advantage."""
-    numbered = problems(number=lambda at: at)
+    service.push_weights(model := load_tiny_model(checkpoint))
+    numbered, trained = problems(number=lambda at: at), TrainerPolicy(model)
     settings = {"num_rows": 4 * ROWS, "loader": numbered, "max_staleness": 1}
     batches = [*collect(service, asks_twice(name), **settings)]
     assert [len(rows) for rows in batches] == [2 * ROWS] * 2
-    trained = TrainerPolicy(load_tiny_model(checkpoint))
     for rows in batches:
         pairs = rows.view(ROWS, 2)
         assert (pairs["turns", "forked"] == torch.tensor([False, True])).all()

@@ -415,6 +415,7 @@ class NativeClient:
 
 
 def is_dead(answer: Any) -> bool:
+    """Whether nobody answered who will come back by himself."""
     is_unavailable = isinstance(answer, ReplicaUnavailableError)
     return is_unavailable and answer.state is ReplicaState.FAILED and not answer.may_return
 
