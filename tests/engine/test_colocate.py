@@ -154,7 +154,7 @@ def all_asleep(service, restarts):
     return num_restarts(service) == restarts and told == {(service.replicas.membership.epoch, True)}
 
 
-@pytest.mark.parametrize("phase", ["weights", "label", "kv_cache", "sleep"])
+@pytest.mark.parametrize("phase", ["weights", "sleep"])
 def test_engines_that_a_killed_trainer_leaves_are_the_next_ones(
     shared, checkpoint, model, tmp_path, phase
 ):
