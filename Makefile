@@ -72,8 +72,8 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 # two processes of pytest, each with a record in build/tests. What the second one printed follows when
 # it has ended. A selection may leave one of them nothing to do, which is pytest's status 5.
 test: MARKS := -m "not slow"
-test: $(STAMP)  ## Prove what is promised, in ten minutes (PYTEST_ARGS="-k memmap" selects)
-test-all: $(STAMP)  ## Run all tests, in 40 minutes
+test: $(STAMP)  ## Prove what is promised, in a quarter of an hour (PYTEST_ARGS="-k memmap" selects)
+test-all: $(STAMP)  ## Run all tests, in some 50 minutes
 test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'
 

@@ -41,23 +41,15 @@ class Child:
     def pid(self):
         return self.process.pid
 
-    def say(self, line):
-        """Has it read a line."""
-        self.stdin.write(f"{line}\n")
-
     def ask(self, line):
-        """Returns the line that it answers."""
-        self.say(line)
+        """Has it read a line; returns the line that it answers."""
+        self.stdin.write(f"{line}\n")
         return self.stdout.readline().strip()
 
-    def kill(self):
-        """Ends it, stopped or not."""
+    def close(self):
+        """Ends it, stopped or not, and the pipes to it."""
         self.process.kill()
         self.process.join()
-
-    def close(self):
-        """Ends it, and the pipes to it."""
-        self.kill()
         for one in (self.stdin, self.stdout, self._asks, self._answers):
             one.close()
 

@@ -11,8 +11,12 @@ mkdir -p "$out"
 part() { # name, seconds, arguments
     local name=$1 limit=$2
     shift 2
-    timeout "$limit" "$python" "$@" >"$out/$name.log" 2>&1 || { failed=$((failed + 1)) && set -- FAILED; }
-    printf '%s %s\n' "$name" "$([[ $1 = FAILED ]] && echo failed || echo ran)"
+    if timeout "$limit" "$python" "$@" >"$out/$name.log" 2>&1; then
+        echo "$name ran"
+    else
+        echo "$name failed"
+        failed=$((failed + 1))
+    fi
 }
 
 push() { # name, seconds, arguments
