@@ -68,12 +68,11 @@ if TYPE_CHECKING:
 COLLECT = ("wait", "encode", "generate", "rows", "environment", "reward", "advantage", "buffer")
 LOSS = ("sample", "correct", "log-probabilities", "backward", "optimizer")
 
-
 CASES = {
     "smollm2-256": Case("smollm2", 256, 64),
     "smollm2-1024": Case("smollm2", 1024, 64),
-    # The plain model keeps the logits of a minibatch: 152k of them a token.
-    "1.7b-256": Case("1.7b", 256, 256, minibatch=8),
+    "smollm2-3072": Case("smollm2", 3072, 64),  # for several replicas
+    "1.7b-256": Case("1.7b", 256, 256, minibatch=8),  # the plain model keeps 152k logits a token
     "tiny-256": Case("tiny", 256, 64),
     "tiny-1024": Case("tiny", 1024, 64),
     "smoke": Case("tiny", 2 * GROUP, 4, minibatch=GROUP),
@@ -151,7 +150,8 @@ def run(
     name: str, service: AsyncVLLM, learner: Learner, arguments: argparse.Namespace
 ) -> tuple[Recorder, dict[str, Any]]:
     """Makes a case's systems, and lets them take turns."""
-    recorder = Recorder(record_name("grpo_step", name))
+    label = name if arguments.replicas == 1 else f"{name}-{arguments.replicas}-replicas"
+    recorder = Recorder(record_name("grpo_step", label))
     bench, systems = Bench(service, learner, CASES[name]), []
     for system in arguments.systems:
         try:
@@ -172,20 +172,19 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
-    cuda = torch.cuda.is_available()
     parser = parser_of(__doc__, "two groups of short answers")
     parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2's shape; else random")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="those of the hardware")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--parts", type=int, default=1, help="how often a turn runs a step's parts")
     parser.add_argument("--limit-s", type=float, default=3600, help="of a case's rounds")
     arguments = parser.parse_args(argv)
-    cases = arguments.cases or (
-        ["smollm2-256", "smollm2-1024", "1.7b-256"] if cuda else ["tiny-256"]
+    usual = (
+        ["smollm2-256", "smollm2-1024", "1.7b-256"] if torch.cuda.is_available() else ["tiny-256"]
     )
-    if arguments.smoke:
-        cases = ["smoke"]
+    cases = ["smoke"] if arguments.smoke else arguments.cases or usual
     Recorder("grpo_step").check(smoke=arguments.smoke)
     set_list_to_stack(True).set()
     clock, paths = Clock(), list[Path]()
@@ -198,7 +197,10 @@ def main(argv: list[str] | None = None) -> list[Path]:
                 checkpoint = arguments.model
             else:
                 checkpoint = save_shape(model, Path(directory), dtype="bfloat16")
-            options = options_of(has_weights(checkpoint), max(CASES[one].rows for one in of_model))
+            most = max(CASES[one].rows for one in of_model) // arguments.replicas
+            options = options_of(has_weights(checkpoint), most) | {
+                "num_replicas": arguments.replicas
+            }
             with start(checkpoint, actor_class=own_actor(), **options) as service:
                 clock.wrap(service, "generate", "generate", then="rows")
                 learner = Learner(checkpoint, clock)

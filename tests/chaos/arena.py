@@ -21,6 +21,7 @@ from tests.chaos.traffic import Traffic
 from tests.chaos.watch import Patience, Watch, wait_until
 from tests.engine.conftest import ENGINE
 from tests.engine.faults import HeldActor
+from tests.warm import warm_cluster
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import EngineReport
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
@@ -90,7 +91,10 @@ class Arena:
         self.directory = Path(directory)
         self.checkpoint = make_tiny_checkpoint(self.directory / "checkpoint", seed=0)
         self._auditor = Auditor(self.checkpoint)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
+        self._cluster = warm_cluster(
+            num_cpus=2, include_dashboard=False, logging_level=logging.ERROR
+        )
+        self._cluster.__enter__()
         self._trainer = self._new_trainer()
         self.service = AsyncVLLM.from_pretrained(
             str(self.checkpoint),
@@ -118,7 +122,7 @@ class Arena:
         self._watch.__exit__()
         self._trainer.end()
         self.service.shutdown()
-        ray.shutdown()
+        self._cluster.__exit__(None, None, None)
 
     def run(self, cell):
         """Runs one cell; the next one may follow, whether it failed or not."""

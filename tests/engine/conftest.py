@@ -11,10 +11,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import ray
 from ray.exceptions import RayError
 
 from tests.engine.requests import eventually, is_idle
+from tests.warm import warm_cluster
 from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState
 from torchrl_vllm_sync.errors import SyncError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
@@ -113,11 +113,10 @@ def is_dead(report):
 @pytest.fixture(scope="package")
 def shared_services(request):
     """A local Ray cluster, and what is shared in it."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
-    services = SharedServices(request.config.get_terminal_writer().line)
-    yield services
-    services.close()
-    ray.shutdown()
+    with warm_cluster(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR):
+        services = SharedServices(request.config.get_terminal_writer().line)
+        yield services
+        services.close()
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,7 @@ class EngineActor:
         internals.unpack_on_arrival(self.engine)
         for refusal in await internals.call_workers(self.engine, "sync_staging_refusal"):
             if refusal:
-                await asyncio.to_thread(self.engine.shutdown)
+                await asyncio.to_thread(self.engine.shutdown, timeout=0.0)
                 raise TransferError(refusal)
         await self._begin()
 
@@ -271,13 +271,18 @@ class EngineActor:
         return self._gate.state is ReplicaState.SERVING
 
     async def close(self) -> None:
-        """Ends the engine and its processes; idempotent."""
+        """Ends the engine and its processes; idempotent.
+
+        They are killed: asked to end, they tidy up for five seconds, and vLLM kills them then. What
+        they share is the actor's to free. Only a connector of KV caches may have something to save.
+        """
         if self._gate.state is ReplicaState.CLOSED:
             return
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
         self._health.stop()
         self._arrivals._stop()
-        await asyncio.to_thread(self.engine.shutdown)
+        grace_s = 0.0 if self.engine.vllm_config.kv_transfer_config is None else None
+        await asyncio.to_thread(self.engine.shutdown, timeout=grace_s)
 
     def report(self) -> EngineReport:
         """Returns state, version and load as they are now."""
