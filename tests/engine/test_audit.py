@@ -49,6 +49,17 @@ def test_nothing_is_found_where_nothing_is_wrong(plain, model, make):
         assert (audited.num_tensors, audited.num_bytes) == (50, report.num_bytes)
 
 
+def test_workers_are_audited_while_they_have_an_engine_of_vllms(plain, model):
+    """As they have after a push by ``ipc``, which needs a GPU."""
+    plain.use_transfer_engine("nccl")
+    plain.push_weights(perturbed(model, seed=1), audit=True)
+    change(plain, 1, DOWN, lambda one: one.mul_(2))
+    (difference,) = found(plain, model)
+    assert (difference.replica_id, difference.name) == ("1", DOWN)
+    plain.use_transfer_engine()
+    plain.push_weights(model, audit=True, transport=broadcast())
+
+
 def test_other_dtypes_and_forms_are_compared_as_a_load_takes_them(plain, model):
     tensors = {name: one.double() for name, one in model.state_dict().items()}
     turned = {n: one.t().contiguous().t() if one.ndim == 2 else one for n, one in tensors.items()}

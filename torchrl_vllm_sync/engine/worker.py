@@ -366,12 +366,12 @@ class SyncWorkerExtension:
     @answered
     def sync_audit_values(self, digest: str, rank: int, at: int, chunk: int) -> dict[str, Any]:
         """Returns some bytes of one slice, if it is this worker who is asked."""
-        receiver = self._sync_receiver()
-        is_asked = receiver.rank_in_replica == rank
+        is_asked = self._sync_receiver().rank_in_replica == rank
         return {"values": chunk_of(self._sync_held(digest)[at], chunk) if is_asked else b""}
 
     def _sync_receiver(self) -> BroadcastReceiver:
-        receiver = self.weight_transfer_engine
+        """Who knows the load plan, also while an engine of vLLM's takes the pushes."""
+        receiver = self._native_launched or self.weight_transfer_engine
         if not isinstance(receiver, BroadcastReceiver):
             raise TransferError(
                 "the broadcast transport needs weight_transfer_config to be left unset at launch; "
