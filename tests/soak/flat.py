@@ -133,6 +133,7 @@ def main():
             **options(str(make_tiny_checkpoint(directory, seed=0)))
         ) as service,
     ):
+        held(service)  # the first look makes this process a context on each GPU
         for case, looks in parts(service, args.transports, args.pushes, args.steps):
             for name, values in looks.items():
                 told = " ".join(f"{one:.0f}" for one in values)
