@@ -45,6 +45,8 @@ IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 _HIGH, _MOST_FDS = 500, 64  # file descriptors
+# No worker before it is asked for, and none that is less urgent than its engine core.
+_RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 # Run in the place of python. Of a worker's environment Ray reads two variables when it is imported,
 # so the server has to have the same; what is for another driver starts cold.
 _CLIENT = """#!{python} -ISs
@@ -66,6 +68,13 @@ def ask(server, args, fds):
     server.sendall(asked)
 
 
+def preloaded():
+    """Libraries that vLLM has its cores preload (``vllm/platforms/cpu.py``, 0.32)."""
+    packages = Path(np.__file__).parents[1]
+    yield from map(str, packages.glob("vllm/libs/libtcmalloc_minimal*.so*"))
+    yield from map(str, packages.glob("torch*/**/libgomp*.so*"))
+
+
 @contextlib.contextmanager
 def warm_cluster(**options):
     """A local Ray cluster by options of ``ray.init``; workers of this process's actors start so."""
@@ -76,7 +85,7 @@ def warm_cluster(**options):
         client.chmod(0o755)
         with (
             mock.patch.object(sys, "executable", str(client)),  # as Ray's start reads it
-            mock.patch.dict(os.environ, RAY_prestart_worker_first_driver="0"),
+            mock.patch.dict(os.environ, _RAY_SETTINGS),
         ):
             ray.init(address="local", **options)
         (raylet,) = (one.pid for one in psutil.Process().children() if one.name() == "raylet")
@@ -86,7 +95,12 @@ def warm_cluster(**options):
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", address],
             cwd=Path(__file__).parents[1],
-            env={**os.environ, "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(raylet)},
+            env={
+                **os.environ,
+                "RAY_JOB_ID": job,
+                "RAY_RAYLET_PID": str(raylet),
+                "LD_PRELOAD": ":".join(preloaded()),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -181,6 +195,7 @@ def main(address):
     if context.command_prefix or context.py_executable != sys.executable:
         context.exec_worker(command, Language.Value(known.language))
     update_envs(context.env_vars)
+    sys.path[1:1] = filter(None, os.getenv("PYTHONPATH", "").split(os.pathsep))
     if (spawned := keep_child()) is not None:  # the engine core, and its first worker, and so on
         while (child := keep_child()) is not None:
             spawned = child

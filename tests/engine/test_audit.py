@@ -53,7 +53,7 @@ def test_workers_are_audited_while_they_have_an_engine_of_vllms(plain, model):
     """As they have after a push by ``ipc``, which needs a GPU."""
     plain.use_transfer_engine("nccl")
     plain.push_weights(perturbed(model, seed=1), audit=True)
-    change(plain, 1, DOWN, lambda one: one.mul_(2))
+    change(plain, 1, DOWN, lambda one, _: one.mul_(2))
     (difference,) = found(plain, model)
     assert (difference.replica_id, difference.name) == ("1", DOWN)
     plain.use_transfer_engine()

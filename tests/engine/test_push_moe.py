@@ -127,7 +127,7 @@ def test_where_routing_is_a_close_call_replayed_experts_give_the_engines_log_pro
     service.push_weights(model)
     note = service.actors[0].collective_rpc.remote
     ray.get(note("sync_note_experts"))
-    params = sampling(max_tokens=150, temperature=1.0, logprobs=0, ignore_eos=True)
+    params = sampling(max_tokens=150, temperature=1.0, logprobs=0, ignore_eos=True, seed=0)
     (sample,) = service.generate(prompt_token_ids=PROMPT, sampling_params=params).outputs
     (noted,) = ray.get(note("sync_note_experts"))
     ids = torch.tensor([[*PROMPT, *sample.token_ids]])
