@@ -8,13 +8,11 @@ takes one optimizer step in minibatches; then the engine gets the weights. The s
   pass, log-softmax and backward pass on rows of the same lengths. Nothing is rewarded or pushed.
 - ``ours``: ``RolloutCollector``, ``TextReward``, ``GroupAdvantage``, ``RolloutStorage`` and
   ``TrainerPolicy``, and TorchRL's ``GRPOLoss``.
-- ``one-off``, ``four-off``: the same with ``max_staleness=1``, or 4; a step is the mean of three
-  in a row.
+- ``one-off``, ``four-off``: with ``max_staleness=1`` or 4; a step is the mean of three in a row.
 - ``checked``: ``ours`` with statistics, ``RolloutCorrection`` and audited pushes.
 - ``torchrl-classes``: as ``ours`` by ``LLMCollector``, a transform, ``MCAdvantage``,
   ``LazyStackStorage`` and ``TransformersWrapper``. Policy, service and push are this library's.
-- ``trl``: ``GRPOTrainer`` with its vLLM in the trainer's process, see ``peers/trl_grpo.py``. What
-  stopped it stands in the record's notes.
+- ``trl``: see ``peers/trl_grpo.py``. What stopped it stands in the record's notes.
 
 Phases are timed from outside and add up to ``step``; ``collect`` and ``loss`` are sums of them.
 The calls that a step is built of are timed by themselves, too: ``bare``, ``service``, ``wrapper``.
