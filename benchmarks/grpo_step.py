@@ -195,10 +195,9 @@ def main(argv: list[str] | None = None) -> list[Path]:
                 checkpoint = arguments.model
             else:
                 checkpoint = save_shape(model, Path(directory), dtype="bfloat16")
-            most = max(CASES[one].rows for one in of_model) // arguments.replicas
-            options = options_of(has_weights(checkpoint), most) | {
-                "num_replicas": arguments.replicas
-            }
+            rows, n = max(CASES[one].rows for one in of_model), arguments.replicas
+            most = rows if n == 1 else 5 * rows // (4 * n)  # they are balanced, but not to the row
+            options = options_of(has_weights(checkpoint), most) | {"num_replicas": n}
             with start(checkpoint, actor_class=own_actor(), **options) as service:
                 clock.wrap(service, "generate", "generate", then="rows")
                 learner = Learner(checkpoint, clock)
