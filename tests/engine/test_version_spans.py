@@ -9,6 +9,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.checks import TOLERANCE, assert_labelled
+from tests.engine.requests import eventually
 from torchrl_vllm_sync.testing import load_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -99,8 +100,22 @@ def compare(model, scored):
     return float(own), foreign
 
 
+def await_tokens(service, number):
+    """Waits until so many more are sampled."""
+
+    def sampled():
+        reports = service.replicas.call_replicas("report").values()
+        return sum(one.counters.num_generated_tokens for one in reports)
+
+    wanted = sampled() + number
+    eventually(lambda: sampled() >= wanted)
+
+
 async def pushes_under_load(service, weights, *, num_pushes, seed, **options):
-    """Pushes at random moments while users generate; returns every output."""
+    """Pushes at random moments while users generate; returns every output.
+
+    However busy the machine is, a token a user lies between two pushes.
+    """
     rng = random.Random(seed)
     outputs, done = [], asyncio.Event()
 
@@ -120,6 +135,7 @@ async def pushes_under_load(service, weights, *, num_pushes, seed, **options):
     users = [asyncio.ensure_future(user(number)) for number in range(NUM_USERS)]
     for _ in range(num_pushes):
         await asyncio.sleep(rng.uniform(0, 0.12))
+        await asyncio.to_thread(await_tokens, service, NUM_USERS)
         model = weights.at(service.weight_version + 1)
         await asyncio.to_thread(service.push_weights, model, **options)
     done.set()
