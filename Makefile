@@ -46,7 +46,7 @@ OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsu
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/%_report.py,$(sort $(shell grep -l '^if __name__' benchmarks/*.py)))
 REPORTS := $(sort $(wildcard benchmarks/*_report.py))
 
-.PHONY: help setup grpo test test-all test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke tests-of-benchmarks bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests upstream-openai public-api lock dist extras clean
+.PHONY: help setup grpo test test-all test-long test-engines test-unit fuzz chaos chaos-curve kills soak lint format bench-smoke tests-of-benchmarks bench-table sync-table routing-table pictures tutorial-smoke tutorial-pages docs upstream-tests upstream-openai public-api lock dist extras clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -71,9 +71,12 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 # their own: the cells of the kill matrix, and OWN_ENGINES:
 # two processes of pytest, each with a record in build/tests. What the second one printed follows when
 # it has ended. A selection may leave one of them nothing to do, which is pytest's status 5.
-test: MARKS := -m "not slow"
+test: MARKS := -m "not slow and not long"
+test-all: MARKS := -m "not long"
 test: $(STAMP)  ## Prove what is promised, in a quarter of an hour (PYTEST_ARGS="-k memmap" selects)
-test-all: $(STAMP)  ## Run all tests, in some 50 minutes
+test-all: $(STAMP)  ## Run all tests but those of test-long, in some 50 minutes
+test-long: $(STAMP)  ## Run more programs from their cold start, in some ten minutes
+	$(BIN)/python -m pytest -m long tests/engine $(PYTEST_ARGS)
 test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'
 

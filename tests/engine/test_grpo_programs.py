@@ -70,6 +70,7 @@ def test_the_synchronous_program(checkpoint):
     assert_fresh(result)
 
 
+@pytest.mark.long
 def test_a_synchronous_program_that_does_not_push_is_caught(checkpoint):
     """The twin: the same program, whose checks must fail once the engines keep old weights."""
     result = run("grpo_sync_shape.py", checkpoint, "--skip-pushes", "--replicas", "1")
@@ -83,6 +84,7 @@ def test_a_synchronous_program_that_does_not_push_is_caught(checkpoint):
     assert result["metrics"][-1]["ESS"] < 0.99
 
 
+@pytest.mark.long
 def test_the_asynchronous_program(checkpoint):
     """Collectors sample all the while; with adapters, as TorchRL's configuration has it.
 

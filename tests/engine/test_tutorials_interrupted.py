@@ -42,7 +42,7 @@ def made_directories(directory):
     return [one.name for one in directory.iterdir() if one.is_dir() and one.name != "ray"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_interrupted_tutorial_leaves_nothing(directory):
     name, after = "06_fsdp_expert_parallel", "A first push"
@@ -96,7 +96,10 @@ if __name__ == "__main__":
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("sent", "after"),
-    [(signal.SIGTERM, "engines ready"), (signal.SIGINT, "it generates")],
+    [
+        (signal.SIGTERM, "engines ready"),
+        pytest.param(signal.SIGINT, "it generates", marks=pytest.mark.long),
+    ],
 )
 def test_an_interrupted_program_leaves_nothing_and_says_nothing_of_ray(directory, sent, after):
     (directory / "program.py").write_text(PROGRAM)
