@@ -74,8 +74,8 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 test: MARKS := -m "not slow and not long"
 test-all: MARKS := -m "not long"
 test: $(STAMP)  ## Prove what is promised, in a quarter of an hour (PYTEST_ARGS="-k memmap" selects)
-test-all: $(STAMP)  ## Run all tests but those of test-long, in some 50 minutes
-test-long: $(STAMP)  ## Run more programs from their cold start, in some ten minutes
+test-all: $(STAMP)  ## Run all tests but those of test-long, in an hour
+test-long: $(STAMP)  ## Run longer forms of some tests, and more programs from their cold start, in half an hour
 	$(BIN)/python -m pytest -m long tests/engine $(PYTEST_ARGS)
 test test-all:
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-unit MARKS='$(MARKS)'

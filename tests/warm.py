@@ -1,10 +1,10 @@
 """Ray's workers and engine cores start in a second: forked, with what they import imported.
 
-A cold replica takes 29 CPU seconds to start, of which two processes spend 26 on the imports of
-torch and vLLM. In a cluster of ``warm_cluster`` a server forks Ray's workers instead. Before Ray's
-threads begin, each of them forks a child that waits to be the first process that it spawns, which
-is the engine core; and so does that one. All run the command lines that they would have been
-started with, in the same environment and with the same files.
+Most of a cold replica's start is that two processes import torch and vLLM. In a cluster of
+``warm_cluster`` a server forks Ray's workers instead. Before Ray's threads begin, each of them
+forks a child that waits to be the first process that it spawns, which is the engine core; and so
+does that one. All run the command lines that they would have been started with, in the same
+environment and with the same files.
 
 Programs that tests run, the tutorials' and the README's for instance, start cold.
 """
@@ -137,10 +137,8 @@ def serve(address):
 def take_over(asker):
     """Gets files, environment and folder of the process asked for; returns its arguments."""
     head, received, _, _ = socket.recv_fds(asker, 4, _MOST_FDS)
-    size, asked = int.from_bytes(head, "big"), b""
-    while len(asked) < size:
-        asked += asker.recv(size - len(asked))
-    args, fds, environment, folder = json.loads(asked)
+    with asker.makefile("rb") as rest:
+        args, fds, environment, folder = json.loads(rest.read(int.from_bytes(head, "big")))
     high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _HIGH) for one in received]
     for one in (*received, asker.detach()):
         os.close(one)

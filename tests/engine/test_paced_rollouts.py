@@ -71,20 +71,29 @@ def test_without_the_pace_rows_get_older(service, checkpoint, monkeypatch):
 
 MANY, BATCHES = 16, 30
 # Some tokens end an answer, so that there are short and long ones.
-SAMPLING = {"max_tokens": 64, "seed": 0, "stop_token_ids": [*range(40, 56)]}
+SAMPLING = {"seed": 0, "stop_token_ids": [*range(40, 56)]}
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "longest"),
+    [
+        pytest.param(64, 50, marks=pytest.mark.slow),
+        pytest.param(200, 100, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.timeout(600)  # three runs of training, of 480 rows each
-def test_lengths_are_those_of_synchronous_training_and_not_so_by_discarding(service, checkpoint):
-    wanted = run(service, checkpoint, BATCHES, 0, MANY, **SAMPLING)
-    found = run(service, checkpoint, BATCHES, 2, MANY, **SAMPLING)
+def test_lengths_are_those_of_synchronous_training_and_not_so_by_discarding(
+    service, checkpoint, most, longest
+):
+    sampling = SAMPLING | {"max_tokens": most}
+    wanted = run(service, checkpoint, BATCHES, 0, MANY, **sampling)
+    found = run(service, checkpoint, BATCHES, 2, MANY, **sampling)
     assert max(wanted.oldest) == 0
     assert max(found.oldest) == 2
-    assert max(wanted.lengths) > 50 > 16 > min(wanted.lengths)
+    assert max(wanted.lengths) > longest > 16 > min(wanted.lengths)
     assert same(wanted.lengths, found.lengths) > 0.01
     biased = Trained(service, WeightUpdater(service, source=load_tiny_model(checkpoint)))
-    assert discard(biased, make_policy(service, **SAMPLING), BATCHES, MANY, 2)
+    assert discard(biased, make_policy(service, **sampling), BATCHES, MANY, 2)
     assert same(wanted.lengths, biased.lengths) < 0.01
 
 

@@ -1,7 +1,10 @@
 """The thinnest path: launch, generate, push, and the engines answer with the new weights."""
 
+import psutil
+import ray
 import torch
 
+from tests.engine.faults import engine_core_pid
 from torchrl_vllm_sync.testing import token_log_probs
 
 
@@ -33,3 +36,13 @@ def test_push_reaches_every_replica(service, other_model):
         torch.testing.assert_close(
             engine_log_probs(service, token_ids, index), wanted, atol=1e-3, rtol=0
         )
+
+
+def test_these_engines_were_forked_and_not_started_cold(service):
+    """Else all tests pass, but take twice as long."""
+    for actor in service.actors:
+        process = psutil.Process(ray.get(actor.describe.remote()).pid)
+        core = psutil.Process(engine_core_pid(actor))
+        assert "tests.warm" in process.parent().cmdline()
+        assert core.parent() == process
+        assert core.create_time() - process.create_time() < 1  # before the actor knew of an engine

@@ -148,6 +148,8 @@ async def pushes_under_load(service, weights, *, num_pushes, seed, **options):
     [
         pytest.param(True, 30, id="cleared"),
         pytest.param(False, 30, id="kept", marks=pytest.mark.slow),
+        pytest.param(True, 100, id="cleared-long", marks=pytest.mark.long),
+        pytest.param(False, 100, id="kept-long", marks=pytest.mark.long),
     ],
 )
 async def test_each_span_has_its_versions_log_probs(service, weights, clear_cache, num_pushes):
