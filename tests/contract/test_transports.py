@@ -384,7 +384,10 @@ def run_child(ending, name):
     return done.returncode, Path(done.stdout.strip()), done.stderr
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    ["without shutdown", *(pytest.param(one, marks=pytest.mark.slow) for one in [*ENDINGS][1:])],
+)
 def test_memory_is_given_back_however_the_trainer_ends(ending):
     code, directory, errors = run_child(ENDINGS[ending], ending.replace(" ", "-"))
     assert code == (3 if ending == "by an error" else 0), errors
@@ -392,6 +395,7 @@ def test_memory_is_given_back_however_the_trainer_ends(ending):
     assert not directory.exists()
 
 
+@pytest.mark.slow
 def test_memory_of_a_trainer_that_was_killed_goes_with_the_next_one(client):
     code, directory, _ = run_child("os.kill(os.getpid(), signal.SIGKILL)", "killed")
     assert code == -signal.SIGKILL

@@ -111,6 +111,7 @@ def asks_with_seeds(name, seed):
     return agent
 
 
+@pytest.mark.slow
 def test_an_agent_s_rows_are_those_of_the_collector(service, name):
     """For the same prompts and seeds, token by token, column by column."""
 

@@ -290,6 +290,7 @@ def repaired(service, model):
     return True
 
 
+@pytest.mark.slow
 def test_requests_in_flight_on_a_replica_that_fails_finish_elsewhere(faulty, trained):
     perturbed(trained, seed=17)
     plan(faulty, 1, fail_at=10, times=1)

@@ -50,7 +50,7 @@ def pushed(broadcasting, model):
 # ---------------------------------------------------------------- modes
 
 
-@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_waiting_lets_requests_end_under_the_weights_they_began_with(
     pushed, other_model, clear_cache
 ):

@@ -65,6 +65,7 @@ def as_push(version, run_id):
     return {"version": version, "run_id": run_id, "mode": "keep", "clear_cache": False}
 
 
+@pytest.mark.slow
 def test_an_update_in_parts(layerwise, model):
     layerwise.start_weight_update()
     for part in parts(perturbed(model, seed=300)):

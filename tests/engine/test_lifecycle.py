@@ -215,6 +215,7 @@ def test_a_pickled_copy_works_in_a_ray_task_with_torchrls_own_wrapper(service, c
     eventually(lambda: is_idle(service))
 
 
+@pytest.mark.slow
 def test_another_process_attaches_by_name(service):
     wanted = token_ids(service.generate(IDS, sampling()))
     service.create_load_balancer("round-robin")

@@ -239,6 +239,7 @@ def connections(server):
     return len(server._server.server_state.connections)
 
 
+@pytest.mark.slow
 def test_who_sends_or_reads_no_more_is_let_go(service, hasty, name):
     headers = f"Host: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: %d\r\n\r\n"
     asked = {"model": name, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "n": 16}

@@ -39,6 +39,7 @@ def settled(service):
     return service.status()
 
 
+@pytest.mark.slow
 def test_counters_are_what_was_asked_for_and_rates_show_while_it_runs(service):
     before = totals(settled(service))
     seen, done = [], threading.Event()

@@ -188,6 +188,7 @@ async def test_each_step_of_a_stream_has_the_spans_of_its_tokens(pushed, kind):
     assert all(one.num_span_disagreements == 0 for one in reports(service))
 
 
+@pytest.mark.slow
 async def test_an_update_is_not_kept_waiting_until_many_streams_have_ended(pushed):
     service, model = pushed
     first, has_begun = service.weight_version, asyncio.Event()

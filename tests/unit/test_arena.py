@@ -237,6 +237,7 @@ def test_what_a_failed_call_of_cuda_leaves_is_given_back(monkeypatch):
     written.close()
 
 
+@pytest.mark.slow
 def test_another_process_writes(arena):
     code = """
 import sys, torch

@@ -467,6 +467,7 @@ def test_the_sender_is_told_of_a_failure_while_a_worker_takes_nothing(groups):
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.slow
 def test_a_transfer_that_is_given_up_writes_no_more(groups):
     with in_the_middle_of_a_message(groups, timeout_s=10) as (received, waits):
         groups[0].abort()

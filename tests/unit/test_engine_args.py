@@ -87,6 +87,7 @@ print(type(service).__mro__[1].__name__)
 """
 
 
+@pytest.mark.slow
 def test_wrappers_take_subclasses_pickled_ones_too():
     from vllm import AsyncEngineArgs
 

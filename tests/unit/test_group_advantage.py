@@ -199,6 +199,7 @@ def test_threads_that_write_at_once_lose_no_row(monkeypatch):
     assert advantage.queued_trajectories == 0
 
 
+@pytest.mark.slow
 def test_shared_queues_keep_what_waits():
     transform = GroupAdvantage(4)
     assert transform._inv_call(batch("aab", [1.0, 0.0, 3.0])) is None

@@ -496,6 +496,7 @@ def test_samples_are_text_for_loggers_that_take_it():
     assert texts.texts == [("rollout/samples", 3, 1)]
 
 
+@pytest.mark.slow
 def test_a_logger_in_another_process_gets_the_figures_and_no_table(csv):
     there = Path(csv.log_dir) / "there"
     logger = ProcessLogger(CSVLogger, exp_name="run", log_dir=str(there))

@@ -230,6 +230,7 @@ def write_shards(rank):
     return True
 
 
+@pytest.mark.slow
 def test_shards_that_a_source_does_not_gather_are_refused():
     assert succeed(write_shards) == [True, True]
 

@@ -290,7 +290,7 @@ JOBS = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", JOBS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_rank_writes_its_own_part_and_nothing_is_gathered(engines, world_size):
     """The last job of two ranks is the negative control: one of them writes nothing."""
     with contextlib.ExitStack() as stack:
@@ -359,7 +359,7 @@ def break_off(rank, address, names, expected, config, how, path):
     [
         ("killed", "was not ready within 6 s"),
         ("raises", "OSError: out of luck"),
-        ("late", "was not ready within 6 s"),
+        pytest.param("late", "was not ready within 6 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_breaks_off_is_named_and_the_engines_serve_whole_weights(
@@ -424,6 +424,7 @@ def mixed_layouts(rank, is_away):
     return gathered, counted.num_written
 
 
+@pytest.mark.slow
 def test_what_ranks_cannot_write_is_gathered_and_nothing_else():
     (gathered, first), (_, second) = succeed(mixed_layouts, is_away=False)
     assert gathered == [{"two", "computed"}] * 2
@@ -431,12 +432,14 @@ def test_what_ranks_cannot_write_is_gathered_and_nothing_else():
     assert (first, second) == (4 * (24 + 48), 4 * 24)
 
 
+@pytest.mark.slow
 def test_ranks_on_another_host_have_everything_gathered():
     (gathered, first), (_, second) = succeed(mixed_layouts, is_away=True)
     assert gathered == [{"two", "computed", "plain", "same"}] * 2
     assert (first, second) == (4 * 96, 0)
 
 
+@pytest.mark.slow
 def test_the_engines_memory_is_let_go_with_the_model_or_when_pushes_go_another_way():
     assert succeed(let_go) == [True, True]
 

@@ -251,7 +251,7 @@ def train(pacer, buffer, batches, collectors, fails=()):
     return trained, behind
 
 
-@pytest.mark.parametrize("fails", [(), (2,)])
+@pytest.mark.parametrize("fails", [pytest.param((), marks=pytest.mark.slow), (2,)])
 def test_collectors_of_one_pacer_fill_a_buffer_in_the_order_of_the_data_set(fails):
     pacer = Pacer(2, 8, timeout_s=3.0)
     buffer = ReplayBuffer(storage=ListStorage(1000), batch_size=8)

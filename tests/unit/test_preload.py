@@ -22,6 +22,7 @@ def in_a_spawned_process():
         return pool.submit(eval, LOOK).result(50)
 
 
+@pytest.mark.slow
 def test_what_is_spawned_begins_with_vllm_and_nothing_else_does():
     with first_in_children():
         found = in_a_spawned_process()

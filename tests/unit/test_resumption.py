@@ -175,7 +175,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("only_new", [False, True])
+@pytest.mark.parametrize("only_new", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_outputs_are_those_of_an_unbroken_run_wherever_it_breaks(tokenizer, name, only_new):
     from vllm.sampling_params import RequestOutputKind

@@ -518,6 +518,7 @@ def train_sharded(rank, directory):
     return all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
 
 
+@pytest.mark.slow
 def test_a_sharded_model_goes_on_on_every_rank(tmp_path):
     assert succeed(train_sharded, directory=str(tmp_path)) == [True, True]
     names = {one.name for one in (tmp_path / "step-00000000").iterdir()}

@@ -413,7 +413,7 @@ def fail_and_live_on(rank, **how):
     ("wrap", "when"),
     [("layers", 2), *(pytest.param("grid", one, marks=pytest.mark.slow) for one in (0, 2))],
 )
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nobody_stays_in_a_collective_that_a_rank_could_not_begin(who, when, wrap):
     """Those on a mesh of several dimensions are gathered by calls that block."""
     results = succeed(fail_and_live_on, who=who, when=when, wrap=wrap)
@@ -429,7 +429,7 @@ def test_nobody_stays_in_a_collective_that_a_rank_could_not_begin(who, when, wra
         assert second[1] < STEP_S
 
 
-@pytest.mark.parametrize("who", [1, 2])
+@pytest.mark.parametrize("who", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_ends_the_push_on_all(who):
     results = run(fail, world_size=3, who=who, how="killed", when=2)
     assert results[who] is None
@@ -439,6 +439,7 @@ def test_a_rank_that_is_killed_ends_the_push_on_all(who):
         assert "was not ready within" in reason
 
 
+@pytest.mark.slow
 def test_a_sending_rank_that_is_killed_ends_the_push_on_all():
     results = run(fail, who=0, how="killed", when=2)
     assert results[0] is None
