@@ -53,7 +53,7 @@ from benchmarks.grpo_systems import (
 )
 from benchmarks.live_engines import local_ray, record_name, start
 from benchmarks.phases import Clock
-from benchmarks.record import Recorder, parser_of
+from benchmarks.record import Recorder, parser_of, refuse_less
 from benchmarks.shapes import save_shape
 from torchrl_vllm_sync.rl.statistics import GPUUse
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
@@ -179,6 +179,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     parser.add_argument("--parts", type=int, default=1, help="how often a turn runs a step's parts")
     parser.add_argument("--limit-s", type=float, default=3600, help="of a case's rounds")
     arguments = parser.parse_args(argv)
+    refuse_less(parser, arguments, replicas=1, repetitions=1, parts=1)
     usual = (
         ["smollm2-256", "smollm2-1024", "1.7b-256"] if torch.cuda.is_available() else ["tiny-256"]
     )
