@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
 from common.engines import ray_running, scenario, small_service
-from common.equality import Comparison, conclude, greedy, random_prompts, show_kinds
+from common.equality import compare, conclude, greedy, random_prompts
 from common.settings import finish_push, make_push_parser
 
 # %% Settings
@@ -129,18 +129,6 @@ def continuations(service, answers):
 SETTINGS = {"cache cleared": True, "cache kept": False}
 
 
-def show(answers, expected):
-    """Prints what was sampled before and after the switch, and whether the latter is right."""
-    for number, (one, right) in enumerate(zip(answers, expected, strict=True)):
-        before = " ".join(map(str, one.before[-4:]))
-        after = " ".join(map(str, one.after[:4]))
-        verdict = "equal" if one.after == right else "different"
-        print(
-            f"  prompt {number:2}: {len(one.before):3} tokens before … {before} | "
-            f"{len(one.after)} after: {after} …  {verdict}"
-        )
-
-
 def run(args, directory):
     """Everything in order; returns whether all was as it should be."""
     old, new = args.model, args.trained
@@ -170,15 +158,9 @@ def run(args, directory):
 
     comparisons = {}
     for setting, some in answers.items():
-        compared = Comparison.of([one.after for one in some], expected[setting])
-        comparisons[setting] = compared
-        print(f"{setting}: {compared.equal} of {compared.total} answers equal after the switch")
-        show(some, expected[setting])
-    show_kinds([one.after for one in answers["cache cleared"]])
+        comparisons |= compare({setting: [one.after for one in some]}, expected[setting])
     case = f"{args.model or args.shape}, {args.prompts} prompts, {args.tokens_after} tokens after"
-    return conclude(
-        "in_flight_update", case, comparisons, reports, "cache cleared", smoke=args.smoke
-    )
+    return conclude("in_flight_update", case, comparisons, reports, smoke=args.smoke)
 
 
 def main(argv=None):

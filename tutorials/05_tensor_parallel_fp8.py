@@ -39,20 +39,18 @@ import sys
 
 import torch
 from common.checkpoints import SHAPES, load_trainer, make_checkpoint
-from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
+from common.engines import ray_running, scenario, small_service
 from common.equality import compare, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 
+
 # %% Settings
-TENSOR_PARALLEL = 2
-
-
 def parse_args(argv=None):
     """Reads the command line and finds the devices."""
     parser = make_push_parser(__doc__, SHAPES)
     parser.add_argument("--model", help="checkpoint of the trainer, instead")
     parser.add_argument("--quantization", help="vLLM's name of it; fp8, on a CPU int8")
-    parser.add_argument("--tensor-parallel", type=int, default=TENSOR_PARALLEL, help="workers")
+    parser.add_argument("--tensor-parallel", type=int, default=2, help="workers")
     args = parser.parse_args(argv)
     num_gpus = finish_push(parser, args, "tensor_parallel")
     needs_gpus = args.model or args.shape != "tiny"
@@ -71,10 +69,8 @@ def parse_args(argv=None):
 # *online* quantisation, of weights that arrive in full precision.
 def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
-    if args.shared:
-        engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
-    parallel = {"num_devices": args.tensor_parallel, "quantization": args.quantization}
-    return small_service(checkpoint, args.engine_dtype, **parallel, **engine)
+    engine |= {"num_devices": args.tensor_parallel, "quantization": args.quantization}
+    return small_service(checkpoint, args.engine_dtype, shared=args.shared, **engine)
 
 
 # %% Before, after, and what is right
@@ -105,7 +101,6 @@ def run(args, directory):
         f"{case}, {report.transport}" + (", trainer on a GPU of the engine" * args.shared),
         compared,
         {"after the push": report},
-        "after the push",
         smoke=args.smoke,
         failure=failure if gibberish else "",
     )

@@ -48,7 +48,7 @@ import ray
 import torch
 import torch.distributed as dist
 from common.checkpoints import MOE_SHAPES, save_shape
-from common.engines import SHARED_GPU_UTILIZATION, ray_running, scenario, small_service
+from common.engines import ray_running, scenario, small_service
 from common.equality import compare, conclude, greedy_answers, random_prompts
 from common.settings import finish_push, make_push_parser
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -125,21 +125,15 @@ def save(model, checkpoint):
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
-        config: Any = AutoConfig.from_pretrained(checkpoint)
-        with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-        plain.load_state_dict(whole, assign=True)
-        plain.save_pretrained(checkpoint)
+        model.save_pretrained(checkpoint, state_dict=whole)
     wait_for_all()
 
 
 # %% The engine
 def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
-    if args.shared:
-        engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
     parallel = {"data_parallel_size": args.engine_gpus or 1, "enable_expert_parallel": True}
-    return small_service(checkpoint, args.dtype, **parallel, **engine)
+    return small_service(checkpoint, args.dtype, shared=args.shared, **parallel, **engine)
 
 
 # %% All ranks
@@ -204,7 +198,6 @@ def run(args, directory, device):
         f"{case}, {report.transport}" + (", both on both GPUs" * args.shared),
         compared,
         {"second push": report},
-        "second push",
         smoke=args.smoke,
         failure=failure if compared["first push"].equal == args.prompts else "",
     )

@@ -45,10 +45,8 @@ from ray.cluster_utils import Cluster
 
 from torchrl_vllm_sync import BroadcastTransport
 
+
 # %% Settings
-CPU_REPLICAS = 2
-
-
 def parse_args(argv=None):
     """Reads the command line and finds the devices."""
     parser = make_push_parser(__doc__, SHAPES)
@@ -60,7 +58,7 @@ def parse_args(argv=None):
         parser.error(f"one GPU for the trainer and one for each replica are needed, got {num_gpus}")
     # Here the trainer has the last one; on a cluster the replicas' are on other nodes.
     args.engine_gpus = max(0, num_gpus - 1)
-    args.replicas = args.replicas or args.engine_gpus or CPU_REPLICAS
+    args.replicas = args.replicas or args.engine_gpus or 2
     if args.replicas < 1:
         parser.error("--replicas must be at least 1")
     return args
@@ -83,12 +81,6 @@ def nodes(args):
         yield
 
 
-def places(service):
-    """Ray's id of the node of each replica."""
-    found = service.replicas.call_replicas("describe")
-    return {name: one.processes.node_id for name, one in found.items()}
-
-
 # %% The push
 # The replicas are asked one by one (`actor_index`), so that each has to show what it holds.
 def run(args, directory):
@@ -105,10 +97,9 @@ def run(args, directory):
     print(f"Starting {args.replicas} replicas; {where}", flush=True)
     engines = {"num_replicas": args.replicas, "num_cpus_per_replica": cpus}
     with small_service(old, args.dtype, **engines) as service:
-        found = places(service)
-        print(f"  the trainer's node: {here[:8]}")
-        for name, node in found.items():
-            print(f"  replica {name} on node: {node[:8]}")
+        described = service.replicas.call_replicas("describe")
+        found = {name: one.processes.node_id for name, one in described.items()}
+        print(f"  nodes: the trainer's {here[:8]}, replicas' {[one[:8] for one in found.values()]}")
         before = greedy_answers(service, prompts, args.num_tokens)
         print("Pushing the trainer's weights into all of them", flush=True)
         report = service.push_weights(trained, transport=BroadcastTransport())
@@ -130,7 +121,6 @@ def run(args, directory):
         f"{args.shape}, {args.replicas} replicas, {where}",
         compared,
         {"after the push": report},
-        "after the push",
         smoke=args.smoke,
         failure=failure,
     )

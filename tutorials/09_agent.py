@@ -21,13 +21,13 @@ they are of the version pushed last, and that trainer and engines find their tok
 
 # %%
 import sys
+from functools import partial
 
 import openai
 from common import claims, results, settings
 from common.engines import prepared
 from common.task import SYSTEM, calculations, calculator, names_result
 from tensordict import set_list_to_stack
-from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 import torchrl_vllm_sync as tvs
 from torchrl_vllm_sync.rl.grpo import Learner, engine_args, make_policy
@@ -76,16 +76,11 @@ def make_agent(args, model, seen):
 def train(args, service, checkpoint, tokenizer):
     """Yields each step."""
     learner, seen = Learner(args.config, checkpoint), []
-    buffer = ReplayBuffer(
-        storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
-        transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
-    )  # fmt: skip
     updater = tvs.WeightUpdater(service, source=learner.model)
-    collector = tvs.AgentCollector(
-        service, make_agent(args, checkpoint, seen),
+    make_collector = partial(
+        tvs.AgentCollector, service, make_agent(args, checkpoint, seen),
         calculations(args.seed, high=10 if args.is_tiny else 1000),
         policy=make_policy(args.config, service, tokenizer), num_samples=args.group_size,
-        replay_buffer=buffer, dialog_turns_per_batch=args.batch_size, weight_updater=updater,
     )  # fmt: skip
 
     def check(rows):
@@ -95,9 +90,7 @@ def train(args, service, checkpoint, tokenizer):
             raise claims.BadRowsError("rows have other tokens than the agent was given")
         seen.clear()
 
-    yield from claims.sync_steps(args, collector, buffer, learner, updater, check)
-    collector.shutdown()
-    updater.disconnect()
+    yield from claims.sync_steps(args, make_collector, learner, updater, check)
 
 
 def main(argv=None):

@@ -25,12 +25,12 @@ above 0.9, but for a smoke run's.
 
 # %%
 import sys
+from functools import partial
 
 import torch
 from common import claims, results, settings
 from common.engines import prepared
 from tensordict import set_list_to_stack
-from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 import torchrl_vllm_sync as tvs
 from torchrl_vllm_sync.rl.grpo import Learner, engine_args, make_policy
@@ -48,9 +48,8 @@ def parse_args(argv=None):
     parser = settings.make_parser(__doc__, "10_lora")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.set_defaults(held_out=0)
-    given = parser.parse_args(argv).lr
     args = settings.finish_dataset(parser, argv, steps=90, smoke_steps=40)
-    if not given:
+    if parser.parse_args(argv).lr is None:
         args.config.optimizer.lr = TINY_LR if args.model == settings.TINY else OTHER_LR
     lora = args.config.train_model.lora
     lora.enabled, lora.r, lora.alpha = True, args.rank, args.rank
@@ -63,23 +62,14 @@ def parse_args(argv=None):
 def train(args, service, learner, tokenizer):
     """Yields each step."""
     warmup = torch.optim.lr_scheduler.LinearLR(learner.optimizer, 0.25, total_iters=4)
-    buffer = ReplayBuffer(
-        storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
-        transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,
-    )  # fmt: skip
     updater = tvs.WeightUpdater(service, source=learner.model, adapters="keep")
     questions, rated = prompts(args.dataset, args.seed), reward(args.dataset)
     env = make_env(tokenizer, questions, rated, num_envs=args.batch_size, repeats=args.group_size)
-    collector = tvs.RolloutCollector(
-        env, policy=make_policy(args.config, service, tokenizer),
-        replay_buffer=buffer, dialog_turns_per_batch=args.batch_size,
-        weight_updater=updater, track_policy_version=True,
-    )  # fmt: skip
-    for step in claims.sync_steps(args, collector, buffer, learner, updater):
+    policy = make_policy(args.config, service, tokenizer)
+    collector = partial(tvs.RolloutCollector, env, policy=policy, track_policy_version=True)
+    for step in claims.sync_steps(args, collector, learner, updater):
         warmup.step()
         yield step
-    collector.shutdown()
-    updater.disconnect()
 
 
 # %% Beside a merged push

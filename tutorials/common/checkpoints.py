@@ -34,5 +34,3 @@ def load_trainer(checkpoint: str | Path, *, dtype: torch.dtype, device: torch.de
 
 
 MOE_SHAPES = sorted(name for name, one in SHAPES.items() if one["model_type"].endswith("_moe"))
-
-__all__ = ["MOE_SHAPES", "SHAPES", "load_trainer", "make_checkpoint", "save_shape"]

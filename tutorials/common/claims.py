@@ -6,28 +6,28 @@ import itertools
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from common import results
 from common.results import shown
 from common.settings import ESS_AFTER_STEP, ESS_TOLERANCE
 from common.work import Work
+from torchrl_vllm_sync import GroupAdvantage, RolloutStorage
 from torchrl_vllm_sync.rl.tasks import prompts
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tensordict import TensorDictBase
-    from torchrl.data import ReplayBuffer
 
     from common.results import Clock
     from torchrl_vllm_sync import WeightUpdater
     from torchrl_vllm_sync.rl.grpo import GRPOStep, Learner
-
-LAST_STEPS = 5  # whose mean reward counts, where a step's own says little
 
 
 class BadRowsError(RuntimeError):
@@ -44,11 +44,6 @@ def check_rows(rows: TensorDictBase, *, version: int, expected_rows: int) -> Non
     reasons = set(rows["finish_reason"])
     if not reasons <= {"stop", "length"}:
         raise BadRowsError(f"rows ended by {sorted(map(str, reasons))}, not by stop or length")
-
-
-def mean_reward(rows: TensorDictBase) -> float:
-    """Of all rows."""
-    return float(rows["next", "reward"].mean())
 
 
 # 01_grpo_sync.py
@@ -73,18 +68,31 @@ class SyncStep:
     def of(cls, rows: TensorDictBase, clock: Clock, **noted: Any) -> SyncStep:
         """Of the rows that were trained."""
         truncated = list(rows["finish_reason"]).count("length")
-        return cls(reward=mean_reward(rows), truncated=truncated, **clock.read(), **noted)
+        return cls(
+            reward=float(rows["next", "reward"].mean()),
+            truncated=truncated,
+            **clock.read(),
+            **noted,
+        )
 
 
 def sync_steps(
     args: argparse.Namespace,
-    collector: Iterable[Any],
-    buffer: ReplayBuffer,
+    make_collector: Callable[..., Any],
     learner: Learner,
     updater: WeightUpdater,
     check: Callable[[TensorDictBase], None] = lambda _: None,
 ) -> Iterator[SyncStep]:
     """The loop of ``01_grpo_sync.py`` for another collector or updater; ``check`` refuses rows."""
+    buffer = ReplayBuffer(
+        storage=RolloutStorage(args.batch_size),
+        sampler=SamplerWithoutReplacement(),
+        transform=GroupAdvantage(grpo_size=args.group_size),
+        batch_size=args.rows_per_pass,
+    )
+    collector = make_collector(
+        replay_buffer=buffer, dialog_turns_per_batch=args.batch_size, weight_updater=updater
+    )
     sampling, version, clock = iter(collector), 0, results.Clock()
     for step in results.counted(args):
         with clock("sample_s"):
@@ -101,6 +109,8 @@ def sync_steps(
         noted = {"ess": ess, "ess_without_push": missed, "push_ms": 1e3 * push.seconds}
         yield SyncStep.of(rows, clock, step=step, version=version, **noted)
         version = push.version
+    collector.shutdown()
+    updater.disconnect()
 
 
 def sync_shortcomings(steps: Sequence[SyncStep], args: argparse.Namespace) -> list[str]:
@@ -184,7 +194,7 @@ class AsyncRun:
             AsyncStep(
                 step=step.number,
                 version=step.version,
-                reward=mean_reward(rows),
+                reward=float(rows["next", "reward"].mean()),
                 staleness=float(staleness.float().mean()),
                 max_staleness=int(staleness.max()),
                 across=int((rows["max_policy_version"] > rows["policy_version"]).sum()),
@@ -237,8 +247,8 @@ def conclude_async(args: argparse.Namespace, run: AsyncRun, problems: list[str])
 
 
 def last_reward(steps: Sequence[Any]) -> float:
-    """The mean reward of the last steps."""
-    return statistics.fmean(one.reward for one in steps[-LAST_STEPS:])
+    """The mean reward of the last five steps, where one's own says little."""
+    return statistics.fmean(one.reward for one in steps[-5:])
 
 
 # 03_multi_turn.py
@@ -279,7 +289,7 @@ class TurnsStep:
         """Of the turns that were trained, and the conversations that ended since the last step."""
         return cls(
             step=step,
-            reward=mean_reward(rows),
+            reward=float(rows["next", "reward"].mean()),
             age=float((step - rows["policy_version"]).float().mean()),
             spanning=statistics.mean(len(versions(one)) > 1 for one in talks),
             moved=sum(map(has_moved, talks)),
@@ -324,24 +334,9 @@ def has_moved(conversation: Sequence[Turn]) -> bool:
 
 def conversations(turns: Sequence[Turn], routing: str) -> list[list[Turn]]:
     """Returns the turns of each conversation."""
-    found: dict[int, list[Turn]] = {}
-    for one in turns:
-        if one.routing == routing:
-            found.setdefault(one.conversation, []).append(one)
-    return list(found.values())
-
-
-def cache_table(turns: Sequence[Turn]) -> str:
-    """Returns cached tokens by routing and turn as text."""
-    lines = [f"{'routing':<12} {'turn':>4} {'prompt':>7} {'cached':>7} {'moved':>6}"]
-    for routing in ROUTINGS:
-        talks = conversations(turns, routing)
-        for at, some in enumerate(zip(*talks, strict=True)):
-            moved = sum(one[at].replica != one[max(0, at - 1)].replica for one in talks)
-            prompt = statistics.mean(one.prompt_tokens for one in some)
-            cached = statistics.mean(one.cached_tokens for one in some)
-            lines.append(f"{routing:<12} {at + 1:>4} {prompt:>7.1f} {cached:>7.1f} {moved:>6}")
-    return "\n".join(lines)
+    key = attrgetter("conversation")
+    some = sorted((one for one in turns if one.routing == routing), key=key)
+    return [list(of) for _, of in itertools.groupby(some, key)]
 
 
 def turns_shortcomings(
@@ -388,7 +383,7 @@ def conclude_turns(
         f"{args.replicas} replicas, {args.group_size} conversations of each prompt"
     )
     lines = {"age": "mean age, versions", "spanning": "share of conversations across a push"}
-    results.write(args, title, steps, {"pushes": lines}, cache_table(turns), turns=turns)
+    results.write(args, title, steps, {"pushes": lines}, turns=turns)
     pinned, loose = (cached_share(turns, one) for one in ROUTINGS)
     return results.verdict(
         problems + turns_shortcomings(steps, turns, args),

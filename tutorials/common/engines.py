@@ -69,8 +69,12 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def small_service(checkpoint: str | Path, dtype: torch.dtype, **engine: Any) -> AsyncVLLM:
-    """Starts engines for some short answers; ``engine`` is ``AsyncVLLM.from_pretrained``'s."""
+def small_service(
+    checkpoint: str | Path, dtype: torch.dtype, *, shared: bool = False, **engine: Any
+) -> AsyncVLLM:
+    """Starts engines for some short answers, ``shared`` is with a trainer on the same GPU."""
+    if shared:
+        engine["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         engine.setdefault("max_num_batched_tokens", BATCH_INVARIANT_TOKENS)
     sizes = {"num_cpus_per_replica": 0, "max_model_len": 2048, "max_num_seqs": 64}

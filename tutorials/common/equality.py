@@ -56,30 +56,17 @@ class Comparison:
         """Compares token by token."""
         if not got or not all(got):
             raise ValueError("there are no tokens to compare")
-        pairs = enumerate(zip(got, expected, strict=True))
-        told = [_difference(number, list(one), list(other)) for number, (one, other) in pairs]
-        differences = [one for one in told if one]
-        return cls(len(got) - len(differences), len(got), differences[0] if differences else "")
-
-
-def _difference(number: int, got: list[int], expected: list[int]) -> str:
-    """The first difference in words; empty if there is none."""
-    for place, (one, right) in enumerate(itertools.zip_longest(got, expected, fillvalue="the end")):
-        if one != right:
-            return f"prompt {number}, position {place}: expected {right}, got {one}"
-    return ""
-
-
-def milliseconds(report: PushReport) -> dict[str, float]:
-    """A push's phases on the trainer's side and the first engine's, and the whole."""
-    engine = {f"engine: {name}": one for name, one in report.replicas[0].phases.items()}
-    phases = report.phases | engine | {"push_s": report.seconds}
-    return {name[:-2]: 1e3 * one for name, one in phases.items() if name.endswith("_s")}
-
-
-def show_kinds(answers: Sequence[Sequence[int]]) -> None:
-    """Prints how many different tokens were compared: few would prove little."""
-    print(f"The compared tokens are of {len({one for some in answers for one in some})} kinds")
+        pairs = [*zip(got, expected, strict=True)]
+        differences = (
+            f"prompt {number}, position {place}: expected {right}, got {token}"
+            for number, pair in enumerate(pairs)
+            for place, (token, right) in enumerate(
+                itertools.zip_longest(*pair, fillvalue="the end")
+            )
+            if token != right
+        )
+        equal = sum(list(one) == list(other) for one, other in pairs)
+        return cls(equal, len(pairs), next(differences, ""))
 
 
 def compare(
@@ -98,7 +85,8 @@ def compare(
     }
     for when, one in found.items():
         print(f"{when}: {one.equal} of {one.total} answers equal to the checkpoint's")
-    show_kinds(expected)
+    kinds = len({token for one in expected for token in one})  # few would prove little
+    print(f"The compared tokens are of {kinds} kinds")
     return found
 
 
@@ -107,22 +95,25 @@ def conclude(
     case: str,
     comparisons: Mapping[str, Comparison],
     reports: Mapping[str, PushReport],
-    claimed: str,
     *,
     smoke: bool,
     failure: str = "",
 ) -> bool:
-    """Writes a run down as benchmarks do, and prints PASS or FAIL of the comparison ``claimed``.
+    """Writes a run down as benchmarks do, and prints PASS or FAIL of the first push's comparison.
 
     Comparisons, and the pushes of those that had one, are by the name of a system or setting.
     """
     recorder = Recorder(name)
-    phases = {system: milliseconds(report) for system, report in reports.items()}
+    phases: dict[str, dict[str, float]] = {}  # milliseconds, also of the first engine
+    for system, report in reports.items():
+        engine = {f"engine: {name}": one for name, one in report.replicas[0].phases.items()}
+        of_push = report.phases | engine | {"push_s": report.seconds}
+        phases[system] = {k[:-2]: 1e3 * one for k, one in of_push.items() if k.endswith("_s")}
     for system, compared in comparisons.items():
         of: dict[str, Any] = {"case": case, "system": system}
         more = {"prompts": compared.total, "first_difference": compared.first}
-        equal = [compared.fraction]
-        recorder.add(**of, metric="tokens_equal", unit="fraction", samples=equal, **more)
+        equal = {"metric": "tokens_equal", "samples": [compared.fraction]}
+        recorder.add(**of, unit="fraction", **equal, **more)
         for phase, spent in phases.get(system, {}).items():
             recorder.add(**of, metric=phase, unit="ms", samples=[spent])
     for system, report in reports.items():
@@ -132,6 +123,7 @@ def conclude(
         print(f"Record: {recorder.write(smoke=smoke)}")
     except RecordError as error:
         print(f"Record: none: {error}")
+    claimed = next(iter(reports))
     if failure := comparisons[claimed].first or failure:
         print(f"FAIL {failure}")
         return False

@@ -45,7 +45,6 @@ def write(
     title: str,
     steps: Sequence[Any],
     panels: dict[str, Any],
-    text: str = "",
     held_out: Sequence[float] = (),
     below: Callable[[Any], None] | None = None,
     **rows: Sequence[Any],
@@ -57,7 +56,7 @@ def write(
     last one; ``below`` draws more below that; ``rows`` are dataclasses of other kinds.
     """
     args.output.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(filter(None, [table(steps), text]))
+    text = table(steps)
     (args.output / "table.txt").write_text(text + "\n")
     for name, some in {"curve": steps, **rows}.items():
         with (args.output / f"{name}.csv").open("w", newline="") as file:

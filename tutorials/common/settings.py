@@ -135,8 +135,6 @@ def finish_dataset(
     if args.dataset is None:
         is_tiny = args.model == TINY or not (args.model or torch.cuda.device_count())
         args.dataset = "low-ids" if is_tiny else "chain_sum"
-    if args.dataset == "low-ids":
-        args.held_out = 0  # it has nothing to hold out
     if args.dataset == "low-ids" and args.model not in (None, TINY):
         parser.error(f"--dataset low-ids is for --model {TINY}")
     if why := missing(args.dataset):
@@ -145,6 +143,7 @@ def finish_dataset(
     args.reward_target = None  # what PASS asks of the reward
     if args.dataset == "low-ids":
         preset, args.reward_target = preset | {"steps": steps}, REWARD_TARGET
+        args.held_out = 0  # it has nothing to hold out
     return finish(parser, args, preset, smoke_steps=smoke_steps)
 
 
@@ -161,9 +160,6 @@ def finish_turns(
 
 
 # The tutorials that compare an engine's tokens after a push with what they should be.
-NUM_TOKENS, SMOKE_TOKENS = 64, 24
-
-
 def make_push_parser(doc: str, shapes: Iterable[str], shape: str = TINY) -> argparse.ArgumentParser:
     """Returns a parser that knows what these tutorials share."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -188,5 +184,5 @@ def finish_push(parser: argparse.ArgumentParser, args: argparse.Namespace, *coun
     args.on_gpus = num_gpus > 0
     args.device = torch.device("cuda", num_gpus - 1) if num_gpus else torch.device("cpu")
     args.dtype = torch.bfloat16 if num_gpus else torch.float32
-    args.num_tokens = SMOKE_TOKENS if args.smoke else NUM_TOKENS
+    args.num_tokens = 24 if args.smoke else 64
     return num_gpus

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
-
-from torchrl_vllm_sync.replica import LOAD_STEPS
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tensordict import TensorDictBase
 
@@ -39,9 +38,25 @@ class Work:
     trained: list[int] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)  # of trained rows, in versions
 
-    def watching(self, service: AsyncVLLM) -> Watch:
-        """Notes what the service does until the end of a ``with``."""
-        return Watch(self, service)
+    @contextlib.contextmanager
+    def watching(self, service: AsyncVLLM) -> Iterator[None]:
+        """Polls how many requests each replica has, and notes pushes, until a ``with`` ends."""
+        ended = threading.Event()
+
+        def poll() -> None:
+            while not ended.wait(POLL_S):
+                counts = {one.replica_id: one.samples or 0 for one in service.status().replicas}
+                self.in_flight.append((time.time(), counts))
+
+        thread = threading.Thread(target=poll, daemon=True)
+        forget = service.register_version_hook(self.pushes.append)
+        thread.start()
+        try:
+            yield
+        finally:
+            forget()
+            ended.set()
+            thread.join(10)
 
     def keep(self, group: TensorDictBase) -> bool:
         """Notes a group of a collector, all of which are kept."""
@@ -72,11 +87,8 @@ class Work:
         shortest, longest = min(self.generated), max(self.generated)
         width = (longest - shortest) // MAX_BINS + 1  # whole numbers, as lengths are
         edges = range(shortest, longest + width + 1, width)
-        for label, some, how in (
-            ("generated", self.generated, {"color": "lightgrey"}),
-            ("trained", self.trained, {"histtype": "step", "color": "tab:blue"}),
-        ):
-            axes["lengths"].hist(some, edges, label=label, **how)
+        axes["lengths"].hist(self.generated, edges, label="generated", color="lightgrey")
+        axes["lengths"].hist(self.trained, edges, label="trained", histtype="step")
         axes["lengths"].set(xlabel="tokens of an answer", ylabel="rows")
         axes["lengths"].legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 
@@ -96,23 +108,10 @@ class Work:
             spans = [(a, b) for a, b, on in zip(times, times[1:], busy, strict=False) if on]
             label = "generate" if at == 1 else None
             bars(axis, at, spans, begin, end, color="tab:green", label=label)
-            bars(axis, at, self._pauses(name), begin, end, color="tab:red")
         axis.set(xlim=(0, end - begin), xlabel=f"seconds, from step {first} on")
         axis.set_yticks(range(len(names) + 1), ["trainer", *(f"replica {one}" for one in names)])
         axis.invert_yaxis()
         axis.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
-
-    def _pauses(self, name: str) -> list[tuple[float, float]]:
-        """When a replica was paused to load."""
-        found = []
-        for one in (one for push in self.pushes for one in push.replicas):
-            if one.replica_id == name and one.began_at is not None:
-                before, paused = (
-                    sum(one.phases.get(step, 0.0) for step in some)
-                    for some in (LOAD_STEPS[:2], LOAD_STEPS[2:])
-                )
-                found.append((one.began_at + before, one.began_at + before + paused))
-        return found
 
 
 def bars(
@@ -121,28 +120,3 @@ def bars(
     """Draws spans that meet a window, from its begin on."""
     shown = [(max(a, begin) - begin, min(b, end) - max(a, begin)) for a, b in spans]
     axis.broken_barh([one for one in shown if one[1] > 0], (row - 0.4, 0.8), **how)
-
-
-class Watch:
-    """Polls how many requests each replica has, and notes pushes."""
-
-    def __init__(self, work: Work, service: AsyncVLLM) -> None:
-        self._work, self._service = work, service
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-        self._forget: Callable[[], object] = lambda: None
-
-    def __enter__(self) -> Self:
-        self._forget = self._service.register_version_hook(self._work.pushes.append)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._forget()
-        self._ended.set()
-        self._thread.join(10)
-
-    def _poll(self) -> None:
-        while not self._ended.wait(POLL_S):
-            counts = {one.replica_id: one.samples or 0 for one in self._service.status().replicas}
-            self._work.in_flight.append((time.time(), counts))
