@@ -69,8 +69,9 @@ LOSS = ("sample", "correct", "log-probabilities", "backward", "optimizer")
 CASES = {
     "smollm2-256": Case("smollm2", 256, 64),
     "smollm2-1024": Case("smollm2", 1024, 64),
-    "smollm2-3072": Case("smollm2", 3072, 64),  # for several replicas
+    "smollm2-3072": Case("smollm2", 3072, 64),  # for three replicas, as the next but one
     "1.7b-256": Case("1.7b", 256, 256, minibatch=8),  # the plain model keeps 152k logits a token
+    "1.7b-768": Case("1.7b", 768, 256, minibatch=8),
     "tiny-256": Case("tiny", 256, 64),
     "tiny-1024": Case("tiny", 1024, 64),
     "smoke": Case("tiny", 2 * GROUP, 4, minibatch=GROUP),

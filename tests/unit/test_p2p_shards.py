@@ -82,9 +82,9 @@ def test_the_parts_of_all_ranks_make_up_each_region(shape):
                 outer, inner = torch.Size(shape[:dim]).numel(), torch.Size(shape[dim + 1 :]).numel()
                 cut = Cut(outer, shape[dim], inner, first, last - first, begin, end)
                 mine = torch.arange(float(size)).reshape(shape).narrow(dim, first, last - first)
-                copied = writes._copies(parts(row, cut), target.view(torch.uint8))
+                copied = writes.Places(parts(row, cut), target.view(torch.uint8))
                 writes.write([("one", mine)], [copied], CPU)
-                written += sum(one.target.numel() for one in copied.get("one", ()))
+                written += sum(one.target.numel() for one in copied.copies.get("one", ()))
             found = target.as_strided(region.shape, place.stride())
             assert torch.equal(found, region), (dim, world, region.shape, region.stride())
             assert written == region.numel()  # nothing twice
@@ -240,7 +240,7 @@ class Counted:
         def write(tensors, copies, device):
             tensors = list(tensors)
             for (name, _), of in itertools.product(tensors, copies):
-                self.num_written += sum(one.target.numel() for one in of.get(name, ()))
+                self.num_written += sum(one.target.numel() for one in of.copies.get(name, ()))
             return WRITE(tensors, copies, device)
 
         sharded_module.Gather.launch = launch

@@ -283,7 +283,7 @@ class RolloutStorage(LazyStackStorage):
         index = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)[-self.max_size :]
         if len(rows) > self.max_size:  # the last ones stay
             rows = rows.take(torch.arange(len(rows))[-self.max_size :])
-        stored = self._storage
+        rows, stored = rows.listed(), self._storage
         if len(index) != len(rows):
             raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
         end = max(len(stored), int(index.max()) + 1)

@@ -370,13 +370,16 @@ class RolloutCollector(LLMCollector):
 
     def _load(self, end: int) -> None:
         """Reads the data set up to a row."""
+        primer = _primer(self.env)
         for row in range(self._num_loaded, end):
-            self._items[row] = item = _primer(self.env)._load_from_dataloader()
+            self._items[row] = item = primer._load_from_dataloader()
             self._num_loaded, self._prompts_sum = row + 1, self._summed(item, self._prompts_sum)
 
     def _summed(self, item: Any, before: int) -> int:
         """A checksum of an item's prompt, and of all before it."""
-        (asked,) = _listed(_column([item.get(self.env.base_env.data_key)]))
+        asked = item[self.env.base_env.data_key]
+        if not isinstance(asked, str):
+            (asked,) = _listed(_column([asked]))
         return xxhash.xxh3_64_intdigest(str(asked).encode(), before)
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -239,7 +240,7 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as flat columns: a tensor, or a list with an object or a ``TextCell`` for each row."""
+    """Rows as flat columns: a tensor, texts, or a list with an object or ``TextCell`` for each."""
 
     size: int
     leaves: dict[_Key, Any] = field(default_factory=dict)
@@ -260,7 +261,7 @@ class Columns:
         elif isinstance(value, MetaData):
             self.kinds[key] = MetaData(value.data), torch.Size([])
         elif is_non_tensor(value):
-            self.leaves[key] = Texts.cells(value)
+            self.leaves[key] = value if isinstance(value, Texts) else Texts.cells(value)
         elif isinstance(inner := getattr(value, "_tensordict", value), LazyStackedTensorDict):
             self.leaves[key] = list(value.unbind(0))
         else:
@@ -290,6 +291,8 @@ class Columns:
         leaves = {
             key: leaf.index_select(0, index.to(leaf.device))
             if isinstance(leaf, torch.Tensor)
+            else leaf[index]
+            if isinstance(leaf, Texts)
             else [leaf[at] for at in places]
             for key, leaf in self.leaves.items()
         }
@@ -304,6 +307,12 @@ class Columns:
             return self
         moved = {one: leaf.to(device) for one, leaf in self.leaves.items() if torch.is_tensor(leaf)}
         return Columns(self.size, self.leaves | moved, self.kinds)
+
+    def listed(self) -> Columns:
+        """The same rows, each with a ``TextCell`` of its own for a text."""
+        leaves = self.leaves.items()
+        cells = {key: Texts.cells(leaf) for key, leaf in leaves if isinstance(leaf, Texts)}
+        return Columns(self.size, self.leaves | cells, self.kinds)
 
     def first(self, size: int) -> Columns:
         """Views of the first rows."""
@@ -343,8 +352,8 @@ class Columns:
                 fixed = 2 if any(sections(key, mine)) else 1
                 if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
                     _check_alike(key, [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)])
-            elif mine and its:
-                _check_alike(key, [_text_shape(one[0]) for one in (mine, its)])
+            elif len(mine) and len(its):
+                _check_alike(key, [_text_shape(one) for one in (mine, its)])
 
     def widened(self, widths: Sequence[int], padding: Padding) -> Columns:
         """The same rows with more columns; needs those of :meth:`check`."""
@@ -385,8 +394,9 @@ def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
         raise RowLayoutError(key, f"it is {of}{told[0]} a row, in earlier rows {told[1]}")
 
 
-def _text_shape(item: Any) -> str:
-    return f"texts of {[*item.shape]}" if isinstance(item, TextCell) else "no text"
+def _text_shape(leaf: Any) -> str:
+    first = (Texts.cells(leaf[:1]) if isinstance(leaf, Texts) else leaf)[0]
+    return f"texts of {[*first.shape]}" if isinstance(first, TextCell) else "no text"
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
@@ -401,11 +411,11 @@ def joined(parts: list[Columns], padding: Padding) -> Columns:
         for one in parts:
             one.check()
         parts = [one.widened(widths, padding) for one in parts]
-    leaves: dict[_Key, Any] = {}
+    parts, leaves = [one.listed() for one in parts], dict[_Key, Any]()
     for key, leaf in first.leaves.items():
         each = [one.leaves[key] for one in parts]
         is_tensor = isinstance(leaf, torch.Tensor)
-        leaves[key] = torch.cat(each) if is_tensor else [item for one in each for item in one]
+        leaves[key] = torch.cat(each) if is_tensor else [*chain(*each)]
     return Columns(sum(one.size for one in parts), leaves, first.kinds)
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # ---- Names, dtypes and shapes: in memory, on the wire and as one digest
 
+T = TypeVar("T")
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]  # the most that torch's loops do
@@ -105,6 +106,18 @@ def metadata_digest(metadata: Iterable[ParamMeta]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+class OfLast(Generic[T]):
+    """What follows from the metadata given last; worked out again only for another list."""
+
+    def __init__(self, found: Callable[[list[ParamMeta]], T]) -> None:
+        self._found, self._last = found, None
+
+    def __call__(self, metadata: list[ParamMeta]) -> T:
+        if metadata is not self._last:
+            self._value, self._last = self._found(metadata), metadata
+        return self._value
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -129,7 +142,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` detached or, if it is sharded, this rank's shard."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -397,6 +410,10 @@ class Plan:
     facts: dict[str, tuple[tuple[int, ...], torch.dtype]]
     bundles: list[Bundle]  # what is made of which
     metadata: list[ParamMeta]  # all published tensors, in their order
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digest = metadata_digest(self.metadata)
 
 
 @dataclass(slots=True)
@@ -467,6 +484,11 @@ class ModuleSource:
         state = self._state()
         for bundle in state.plan.bundles:
             yield from bundle.publish(base_model(self.owner), state.read(bundle))
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Returns aliases of what is read, by its name in the model; of adapters none."""
+        state = self._state()
+        return {name: one for name, one in state.tensors.items() if name not in state.left_out}
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
         """Returns what iteration yields as aliases of the parameters."""

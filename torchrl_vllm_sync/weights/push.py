@@ -31,6 +31,7 @@ from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, Repl
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
+from torchrl_vllm_sync.weights.module import OfLast
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
@@ -315,6 +316,7 @@ class WeightPusher:
         self._missed: set[str] = set()
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines, self._auditor = PushDeadlines(), Auditor(client)
+        self._bytes_of = OfLast[int](lambda metadata: sum(meta.num_bytes for meta in metadata))
         self._transport: WeightTransport = AutoTransport()
         self._adapters = AdapterSender(lambda: self._ledger.base)
         self._lock = threading.RLock()
@@ -555,7 +557,7 @@ class WeightPusher:
                     self._auditor.plan(joined, metadata, FIRST_TIMEOUT_S)
                 self._take_stock()
 
-            num_bytes = sum(meta.num_bytes for meta in metadata)
+            num_bytes = self._bytes_of(metadata)
             awaited, to = awaited_replicas(self._client.standings()), self.transport.name
             kind = PushKind(to, num_bytes, mode, clear_cache, frozenset(awaited.items()))
             # Once more if another process's versions were followed meanwhile, and are as many.

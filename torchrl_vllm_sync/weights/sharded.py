@@ -38,7 +38,6 @@ from torchrl_vllm_sync.weights.module import (
     check_readable,
     is_peft,
     known_of,
-    metadata_digest,
     modules_of,
     plan_of,
     repeated,
@@ -53,6 +52,7 @@ from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from torchrl_vllm_sync.weights.module import Plan
     from torchrl_vllm_sync.weights.p2p.writes import Cut
 
 
@@ -516,7 +516,11 @@ class ShardedModuleSource:
 
     def metadata(self) -> list[ParamMeta]:
         """As those of a ``ModuleSource``, on any rank, without gathering."""
-        return plan_of(self.owner, self._tensors()).metadata
+        return self._plan.metadata
+
+    @property
+    def _plan(self) -> Plan:
+        return plan_of(self.owner, self._tensors())
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
@@ -571,7 +575,7 @@ class ShardedModuleSource:
         announcement = SimpleNamespace(outcome=None)
         self._failure = None
         with self._ranks.store_errors():
-            self._round = self._ranks.begin(metadata_digest(self.metadata()))
+            self._round = self._ranks.begin(self._plan.digest)
         try:
             yield announcement
             self._round.succeed(announcement.outcome)
@@ -607,7 +611,7 @@ class ShardedModuleSource:
         expected, prepared = 0, self._prepare(groups[0])
         has_written = False
         offer = json.dumps({"node": this_node(), "tokens": writer.tokens(cuts)})
-        followed.ready(f"{metadata_digest(self.metadata())} {offer}")
+        followed.ready(f"{self._plan.digest} {offer}")
         while not isinstance(call := followed.next(), Verdict):
             if isinstance(call, str):
                 followed.ready(writer.door())
@@ -648,7 +652,10 @@ class ShardedModuleSource:
         device, watch = self.device, self._watch(followed, "memory was not passed on")
         latest = Deadline(self._ranks.timeout_s + GRACE_S).at  # before, what is watched ends it
         self._writer.take(passed, device, latest, watch)
-        write(self.shards(), self._writer.shards(passed.now), device)
+        places = deque(self._writer.shards(passed.now))
+        # Each rank begins with another worker: to one they would all write through one link.
+        places.rotate(-1 - self._ranks.others.index(self._ranks.rank))
+        write(self.shards(), places, device)
         finish(device)
 
     # ---- Every rank its own shard, on the sending rank

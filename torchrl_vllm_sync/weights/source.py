@@ -71,9 +71,15 @@ class StableSource(Protocol):
 
 
 def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
-    """Returns aliases of a source's tensors, else its module's parameters; nothing if unknown."""
+    """Returns aliases of what a source reads, else its module's parameters; nothing if unknown.
+
+    Experts as their module holds them: many small views take longer to look at than few tensors.
+    """
     if not isinstance(source, StableSource):
         return ()
+    given = source._source if isinstance(source, _FittedSource) else source
+    if isinstance(given, ModuleSource) and given.views() is not None:
+        return given.held().items()
     if (views := source.views()) is None and isinstance(source.owner, torch.nn.Module):
         return source.owner.named_parameters()
     return views or ()

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import uuid
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,16 @@ import torch
 
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.weights.module import checked, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
-from torchrl_vllm_sync.weights.source import WeightSource, sending_device, sharded_of, views_of
+from torchrl_vllm_sync.weights.source import (
+    StableSource,
+    WeightSource,
+    sending_device,
+    sharded_of,
+    views_of,
+)
 from torchrl_vllm_sync.weights.transport import Members, Push, ask, failed, raise_exceptions
 
 if TYPE_CHECKING:
@@ -129,6 +136,9 @@ class P2PTransport:
         # What the workers' rows are for: a digest of the tensors, and what this rank holds of them.
         self._planned_for: tuple[str, Any] = "", None
         self._left: set[str] = set()  # of a sharded model's tensors, what has to be gathered
+        self._digest_of = OfLast(metadata_digest)
+        self._owner: weakref.ref[Any] | None = None  # of the tensors that are written
+        self._views: list[writes.Named] | None = None  # these, if they stay where they are
         self._joined: dict[str, str] = {}
         self._workers: dict[str, list[Worker]] = {}
 
@@ -177,8 +187,7 @@ class P2PTransport:
         deadline, times = Deadline(push.timeout_s), push.times
         if self._handover is None:
             raise TransferError("the transport is not open")
-        for name, tensor in views_of(push.source) or ():
-            writes.check_place(name, tensor, self._device)
+        self._see(push.source)
         shards = _shards(push.source)
         try:
             with times.measure("prepare_s"):
@@ -207,12 +216,30 @@ class P2PTransport:
             self._drop(name)
         return answers | begun | taken
 
+    def _see(self, source: WeightSource) -> None:
+        """Checks tensors that stay where they are, once; they are let go of with their owner."""
+        owner, views = source.owner if isinstance(source, StableSource) else None, views_of(source)
+        if self._owner is None or self._owner() is not owner:
+            self._let_go(self._owner)
+            self._owner = None if owner is None else weakref.ref(owner, self._let_go)
+        if views is not None and views is not self._views:
+            for meta, tensor in checked(views, source.metadata()):
+                writes.check_place(meta.name, tensor, self._device)
+            self._views = views
+
+    def _let_go(self, owner: Any) -> None:
+        if owner is self._owner:  # else of a source before
+            self._views = None
+            for worker in itertools.chain(*self._workers.values()):
+                for one in worker.memories.values():
+                    one.let_go()
+
     def _prepare(
         self, members: Members, source: WeightSource, shards: Shards | None, deadline: Deadline
     ) -> dict[str, Any]:
         """Has replicas that do not know it yet plan where the tensors go."""
         metadata = source.metadata()
-        planned_for = metadata_digest(metadata), shards and shards.cuts
+        planned_for = self._digest_of(metadata), shards and shards.cuts
         if planned_for != self._planned_for:
             for name in list(self._joined):
                 self._drop(name)
@@ -277,10 +304,8 @@ class P2PTransport:
         ]
         whole = [one.copies for one in mapped]
         if shards is None:
-            views, metadata = views_of(source), source.metadata()
-            tensors = source if views is None else views
-            named = ((meta.name, one) for meta, one in checked(tensors, metadata))
-            writes.write(named, whole, self._device)
+            read = ((meta.name, one) for meta, one in checked(source, source.metadata()))
+            writes.write(self._views or read, whole, self._device)
         else:
             workers = itertools.chain(*self._workers.values())
             held = itertools.chain(*(one.memories.values() for one in workers))

@@ -16,15 +16,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
+from torchrl_vllm_sync.weights.module import place_of, storage_key
 from torchrl_vllm_sync.weights.p2p.memory import Handover, new_memory, new_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 # As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
 # stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
 Row = list[Any]
-Copies = dict[str, list[TensorCopy]]  # by name of the tensor that they take parts of
+Named = tuple[str, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  # what is read, and where it is written to
 
 # Of one row, each with a copy of its own; more are not worth it.
 MOST_PARTS = 1024
@@ -143,37 +145,133 @@ class Mapped:
             memory = opened.enter_context(closing(new_memory(num_bytes, device, descriptors)))
             within = opened.enter_context(closing(new_range(num_bytes, device)))
             within.show(memory)
-            self.copies = _copies(rows, within.data)
-            self.shards = _copies(shards, within.data)  # by name of what this rank has a part of
+            self.copies = Places(rows, within.data)
+            self.shards = Places(shards, within.data)  # of what this rank has a part of
             self._opened = opened.pop_all()
 
+    def let_go(self) -> None:
+        """Forgets the tensors that were written."""
+        self.copies.let_go()
+        self.shards.let_go()
+
     def close(self) -> None:
-        self.copies = self.shards = {}
+        self.copies = self.shards = Places((), torch.empty(0, dtype=torch.uint8))
         self._opened.close()
 
 
-def _copies(rows: Iterable[Row], data: torch.Tensor) -> Copies:
-    copies: Copies = {}
-    for name, offset, shape, stride, dtype_name, place, target_stride in rows:
-        dtype = getattr(torch, dtype_name)
-        flat = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
-        copies.setdefault(name, []).append(TensorCopy(name, offset, shape, stride, target))
-    return copies
+class Places:
+    """Where in a memory parts of tensors go."""
+
+    def __init__(self, rows: Iterable[Row], data: torch.Tensor) -> None:
+        self.copies: dict[str, list[TensorCopy]] = {}  # by name of the tensor
+        for name, offset, shape, stride, dtype_name, place, target_stride in rows:
+            dtype = getattr(torch, dtype_name)
+            flat = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
+            copy = TensorCopy(name, offset, shape, stride, target)
+            self.copies.setdefault(name, []).append(copy)
+        self.let_go()
+
+    def let_go(self) -> None:
+        self._tensors: list[Named] = []  # that were bound last
+        self._at: list[Any] = []  # where they were
+        self._pairs: list[Pair] = []
+        self._loose: list[Named] = []  # those that are no range of their memory
+
+    def bind(self, tensors: list[Named], device: torch.device) -> None:
+        """Works out what is written of tensors, unless they are where those of the last call were.
+
+        The same list says so by itself.
+        """
+        if tensors is self._tensors:
+            return
+        for name, tensor in tensors:
+            check_place(name, tensor, device)
+        at = [(name, *place_of(one)) for name, one in tensors]
+        if at != self._at:
+            dense = [one for one in tensors if one[1].is_contiguous()]
+            self._pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
+            self._loose = [one for one in tensors if not one[1].is_contiguous()]
+        self._tensors, self._at = tensors, at
+
+    def bound(self) -> Iterator[Pair]:
+        """Yields what is written of the bound tensors."""
+        yield from self._pairs
+        for name, tensor in self._loose:
+            yield from self.pairs(name, tensor.contiguous())
+
+    def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
+        for one in self.copies.get(name, ()):
+            begin = dense.storage_offset() + one.offset
+            yield dense.detach().as_strided(one.shape, one.stride, begin), one.target
+
+
+def _joined(pairs: Iterable[Pair]) -> list[Pair]:
+    """Makes one of pairs that go on where others end, and of strided ones fewer, wider elements."""
+    runs: list[tuple[Pair, int]] = []  # each with how many elements follow its first
+    found: list[Pair] = []
+    for pair in pairs:
+        if not all(one.is_contiguous() for one in pair):
+            found.append(_widened(*pair))
+        elif runs and _goes_on(*runs[-1], pair):
+            runs[-1] = runs[-1][0], runs[-1][1] + pair[0].numel()
+        else:
+            runs.append((pair, pair[0].numel()))
+    for (source, target), count in runs:
+        found.append((source.as_strided((count,), (1,)), target.as_strided((count,), (1,))))
+    return found
+
+
+def _goes_on(run: Pair, count: int, pair: Pair) -> bool:
+    """Whether both ends of a pair begin ``count`` elements behind the beginning of a run."""
+    return all(
+        one.dtype == other.dtype
+        and storage_key(one) == storage_key(other)
+        and one.storage_offset() + count == other.storage_offset()
+        for one, other in zip(run, pair, strict=True)
+    )
+
+
+def _widened(source: torch.Tensor, target: torch.Tensor) -> Pair:
+    if source.dtype == target.dtype:
+        for wide in (torch.complex128, torch.int64, torch.int32):
+            n = wide.itemsize // source.dtype.itemsize
+            if n > 1 and all(_can_widen(one, n) for one in (source, target)):
+                return source.view(wide), target.view(wide)
+    return source, target
+
+
+def _can_widen(tensor: torch.Tensor, n: int) -> bool:
+    *others, last = tensor.stride()
+    parts = tensor.storage_offset(), tensor.shape[-1], *others
+    is_aligned = tensor.data_ptr() % (n * tensor.itemsize) == 0
+    return last == 1 and is_aligned and not any(one % n for one in parts)
 
 
 @torch.no_grad()
-def write(
-    tensors: Iterable[tuple[str, torch.Tensor]], copies: list[Copies], device: torch.device
-) -> None:
-    """Writes what is planned of these tensors; ``finish`` waits until it is done."""
+def write(tensors: Iterable[Named], places: Collection[Places], device: torch.device) -> None:
+    """Writes what is planned of these tensors; ``finish`` waits until it is done.
+
+    A list of tensors is bound, others are read one by one.
+    """
+    if isinstance(tensors, list):
+        for one in places:
+            one.bind(tensors, device)
+        pairs = itertools.chain(*(one.bound() for one in places))
+    else:
+        pairs = _read(tensors, places, device)
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def _read(
+    tensors: Iterable[Named], places: Collection[Places], device: torch.device
+) -> Iterator[Pair]:
     for name, tensor in tensors:
         check_place(name, tensor, device)
-        dense = tensor.detach().contiguous()
-        for one in itertools.chain(*(of.get(name, ()) for of in copies)):
-            begin = dense.storage_offset() + one.offset
-            part = dense.as_strided(one.shape, one.stride, begin)
-            one.target.copy_(part, non_blocking=True)
+        dense = tensor.contiguous()
+        for one in places:
+            yield from one.pairs(name, dense)
 
 
 def finish(device: torch.device) -> None:
@@ -255,7 +353,7 @@ class ShardWriter:
             num_bytes = int(str(said["num_bytes"]))
             self._memories[token] = Mapped(num_bytes, device, memory, (), mine)
 
-    def shards(self, tokens: list[str]) -> list[Copies]:
+    def shards(self, tokens: list[str]) -> list[Places]:
         return [self._memories[one].shards for one in tokens]
 
     def keep(self, tokens: Iterable[str]) -> None:
