@@ -71,28 +71,24 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
     for run in runs:
         medians = medians_of(run)
         case = min((one for one, _, _ in medians), key=len)
-        of_systems = [medians.get((case, one, "whole_pause")) for one in SYSTEMS[1:]]
-        found[case] = [medians.get((case, "raw-nccl", "whole")), *of_systems]
+        if bare := medians.get((case, "raw-nccl", "whole")):
+            found[case] = [bare, *(medians.get((case, one, "whole_pause")) for one in SYSTEMS[1:])]
     cases = sorted(found, key=lambda case: found[case][0])
 
     with picture(path, figsize=(8, 3.2)) as (figure, axes):
-        for at, (label, colour) in enumerate(PAUSES.items()):
+        for number, (label, colour) in enumerate(PAUSES.items()):
             points = [
-                (place, found[case][at]) for place, case in enumerate(cases) if found[case][at]
+                (place, found[case][number])
+                for place, case in enumerate(cases)
+                if found[case][number]
             ]
             axes.scatter(*([one[i] for one in points] for i in (0, 1)), color=colour, label=label)
             for place, pause in points:
                 text = f"{pause:.0f}" if pause > 100 else f"{pause:.1f}"
                 left = label.startswith("raw")  # it lies beside the broadcast's
                 where = {"ha": "right" if left else "left", "va": "center"}
-                axes.text(
-                    place + (-0.06 if left else 0.06),
-                    pause,
-                    text,
-                    color=colour,
-                    fontsize=8,
-                    **where,
-                )
+                at = place + (-0.06 if left else 0.06)
+                axes.text(at, pause, text, color=colour, fontsize=8, **where)
         axes.set_yscale("log")
         axes.grid(axis="y", alpha=0.3)
         axes.set_xlim(-0.5, len(cases) - 0.5)

@@ -1,6 +1,7 @@
 """The trainer writes into spare memory of the engines, which then serve it."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -16,8 +17,8 @@ from tests.engine.test_version_spans import Weights, compare, pushes_under_load,
 from tests.engine.trainers import Breaking
 from torchrl_vllm_sync import attach
 from torchrl_vllm_sync.testing import load_tiny_model
-from torchrl_vllm_sync.weights.p2p import transport as p2p
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
+from torchrl_vllm_sync.weights.p2p.writes import Places
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
@@ -46,14 +47,12 @@ def test_pushes_take_turns_between_two_memories(plain, model):
 def test_the_check_above_notices_a_tensor_that_is_not_written(plain, model, monkeypatch):
     plain.push_weights(model)
     assert_holds(plain, model)
-    whole = p2p.checked
+    whole = Places.bound
 
-    def all_but_one(tensors, metadata):
-        return (
-            (meta, one) for meta, one in whole(tensors, metadata) if "down_proj" not in meta.name
-        )
+    def all_but_one(places):
+        return itertools.islice(whole(places), 1, None)
 
-    monkeypatch.setattr(p2p, "checked", all_but_one)
+    monkeypatch.setattr(Places, "bound", all_but_one)
     for seed in range(2):  # the memory that is written to has held these values before
         plain.push_weights(perturbed(model, seed=seed))
     assert min(distance(plain, model, index) for index in range(2)) > 100 * TOLERANCE
@@ -185,16 +184,16 @@ class Rival:
 
     def push(self, seed, how):
         model = perturbed(load_tiny_model(self.checkpoint), seed=seed)
-        whole = p2p.checked
+        whole = Places.bound
 
-        def half(tensors, metadata):
-            p2p.checked = whole
-            for at, pair in enumerate(whole(tensors, metadata)):
-                if at == 10:
+        def half(places):
+            for at, pair in enumerate(whole(places)):
+                if at == 10 and Places.bound is not whole:
+                    Places.bound = whole
                     os.kill(os.getpid(), how)
                 yield pair
 
-        p2p.checked = half
+        Places.bound = half
         return self.service.push_weights(model).version
 
 

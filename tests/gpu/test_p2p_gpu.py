@@ -20,7 +20,7 @@ from tests.gpu.test_ipc_gpu import (
 )
 from torchrl_vllm_sync import P2PTransport, attach
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
-from torchrl_vllm_sync.weights.p2p import transport as p2p
+from torchrl_vllm_sync.weights.p2p.writes import Places
 
 LIMIT_S, NUM_PUSHES = 120.0, 30
 # Between log-probabilities of one token by two versions, which mostly are further apart.
@@ -70,12 +70,12 @@ def test_the_comparison_above_notices_tensors_that_are_not_written(
     for _ in range(2):  # both memories
         trainer.push(checkpoints[0])
     assert mean_difference(service, checkpoints[0]) < TOLERANCE
-    whole = p2p.checked
+    whole = Places.bound
 
-    def some(tensors, metadata):
-        return ((one, tensor) for one, tensor in whole(tensors, metadata) if "mlp" in one.name)
+    def half(places):
+        return itertools.islice(whole(places), len(places._pairs) // 2)
 
-    monkeypatch.setattr(p2p, "checked", some)
+    monkeypatch.setattr(Places, "bound", half)
     trainer.push(checkpoints[1])
     assert mean_difference(service, checkpoints[1]) > 2 * TOLERANCE
 
@@ -140,15 +140,14 @@ def test_spans_are_exact_where_the_scheduler_is_a_step_ahead(service, checkpoint
 
 @pytest.mark.gpu
 def test_a_push_that_breaks_off_leaves_what_is_served(service, checkpoints, monkeypatch):
-    trainer, whole = Trainer(service, "p2p"), p2p.checked
+    trainer, whole = Trainer(service, "p2p"), Places.bound
     trainer.push(checkpoints[0])
 
-    def half(tensors, metadata):
-        metadata = [*metadata]
-        yield from itertools.islice(whole(tensors, metadata), len(metadata) // 2)
+    def half(places):
+        yield from itertools.islice(whole(places), len(places._pairs) // 2)
         raise RuntimeError("the source broke off")
 
-    monkeypatch.setattr(p2p, "checked", half)
+    monkeypatch.setattr(Places, "bound", half)
     with pytest.raises(RuntimeError, match="broke off"):
         trainer.push(checkpoints[1])
     assert mean_difference(service, checkpoints[0]) < TOLERANCE

@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import gc
 import itertools
+import weakref
 from dataclasses import asdict, replace
 
 import pytest
@@ -28,9 +30,12 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Members, Push
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,6 +157,64 @@ def test_whichever_memory_another_trainer_took_the_next_pushes_arrive(transport,
             push()
     held = [worker.memories for of in transport._workers.values() for worker in of]
     assert [len(one) for one in held] == [2] * len(client.replicas)
+
+
+def row_of(name, shape, at, dtype="float32", offset=0, stride=None):
+    dense = torch.empty(shape, device="meta").stride()
+    return [name, offset, shape, stride or dense, dtype, at, dense]
+
+
+def test_neighbours_are_written_by_one_copy_and_read_anew_once_they_have_moved():
+    data = torch.zeros(256, dtype=torch.uint8)
+    places = [4 * 6 * one + 4 * (one > 2) for one in range(4)]  # a gap before the last
+    rows = [row_of(f"t{one}", (2, 3), at) for one, at in enumerate(places)]
+    targets = writes.Places(rows, data)
+
+    def assert_written(tensors):
+        writes.write([(f"t{at}", one) for at, one in enumerate(tensors)], [targets], CPU)
+        for at, one in zip(places, tensors, strict=True):
+            assert torch.equal(data[at : at + 24].view(torch.float32).view(2, 3), one)
+
+    whole = torch.arange(24.0).view(4, 2, 3)
+    assert_written(whole)
+    assert [one.numel() for one, _ in targets._pairs] == [18, 6]
+    before = targets._pairs
+    whole.mul_(-2)
+    assert_written(whole)
+    assert targets._pairs is before
+    assert_written([*whole[:3], whole[0] + 1])
+    assert_written(torch.full((4, 2, 3), 7.0))
+    assert_written([*torch.arange(12.0).view(2, 2, 3), *torch.arange(12.0, 24).view(2, 3, 2).mT])
+
+
+@pytest.mark.parametrize(("width", "begin", "dtype"), [(8, 8, "complex128"), (6, 2, "int32")])
+def test_strided_copies_are_wide_and_change_no_bit(width, begin, dtype):
+    source = torch.randint(-(2**15), 2**15, (5, 24), dtype=torch.int16).view(torch.bfloat16)
+    data = torch.zeros(256, dtype=torch.uint8)
+    row = row_of("one", (5, width), 32, "bfloat16", offset=begin, stride=(24, 1))
+    targets = writes.Places([row], data)
+    writes.write([("one", source)], [targets], CPU)
+    assert {one.dtype for one in targets._pairs[0]} == {getattr(torch, dtype)}
+    found = data[32 : 32 + 10 * width].view(torch.int16).view(5, width)
+    assert torch.equal(found, source.view(torch.int16)[:, begin : begin + width])
+
+
+def test_a_transport_lets_go_of_a_model_that_is_gone(transport):
+    client = Client(P2PReplica)
+
+    def push_thrice():
+        model = torch.nn.Module()
+        model.t0 = torch.nn.Parameter(torch.ones(4))
+        for version in (1, 2, 3):  # each memory is written
+            assert send(transport, client, as_weight_source(model), version).failures == {}
+        return weakref.ref(model.t0.untyped_storage())
+
+    values = push_thrice()
+    gc.collect()
+    assert values() is None
+    source = MappingSource({"t0": torch.full((4,), 5.0)})
+    assert send(transport, client, source, 4).failures == {}
+    assert all((one.values["t0"] == 5).all() for one in client.replicas.values())
 
 
 HERE = {"node_id": this_node()}
