@@ -485,9 +485,11 @@ class ModuleSource:
         for bundle in state.plan.bundles:
             yield from bundle.publish(base_model(self.owner), state.read(bundle))
 
-    def held(self) -> dict[str, torch.Tensor]:
-        """Returns aliases of what is read, by its name in the model; of adapters none."""
+    def held(self) -> dict[str, torch.Tensor] | None:
+        """Returns aliases of what is read, by its name in the model; None if adapters add to it."""
         state = self._state()
+        if state.deltas:
+            return None
         return {name: one for name, one in state.tensors.items() if name not in state.left_out}
 
     def views(self) -> list[tuple[str, torch.Tensor]] | None:

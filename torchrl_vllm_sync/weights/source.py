@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -77,9 +78,10 @@ def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
     """
     if not isinstance(source, StableSource):
         return ()
-    given = source._source if isinstance(source, _FittedSource) else source
-    if isinstance(given, ModuleSource) and given.views() is not None:
-        return given.held().items()
+    if isinstance(source, _FittedSource):
+        return source.held
+    if isinstance(source, ModuleSource) and (held := source.held()) is not None:
+        return held.items()
     if (views := source.views()) is None and isinstance(source.owner, torch.nn.Module):
         return source.owner.named_parameters()
     return views or ()
@@ -193,7 +195,10 @@ class _Fit:
 
 
 class _FittedSource:
-    """A source under the names and dtypes of the engines' model, in its own order."""
+    """A source under the names and dtypes of the engines' model, in its own order, for one push.
+
+    So where the tensors are is asked once.
+    """
 
     def __init__(self, source: WeightSource, fit: _Fit) -> None:
         self._source, self._fit = source, fit
@@ -208,8 +213,16 @@ class _FittedSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._fit.renamed(self._source)
 
+    @cached_property
+    def held(self) -> list[tuple[str, torch.Tensor]]:
+        return [*tensors_of(self._source)]
+
+    @cached_property
+    def _given(self) -> list[tuple[str, torch.Tensor]] | None:
+        return views_of(self._source)
+
     def views(self) -> list[tuple[str, torch.Tensor]] | None:
-        views, fit = views_of(self._source), self._fit
+        views, fit = self._given, self._fit
         if views is None:
             return None
         if views is not fit.views[0]:
