@@ -16,7 +16,8 @@ takes one optimizer step in minibatches; then the engine gets the weights. The s
 
 Phases are timed from outside and add up to ``step``; ``collect`` and ``loss`` are sums of them.
 The calls that a step is built of are timed by themselves, too: ``bare``, ``service``, ``wrapper``.
-On GPUs the engine has the first, and the trainer, in bfloat16 autocast, the last.
+On GPUs the engine has the first, and the trainer, in bfloat16 autocast, the last. With
+``--colocate`` engines ``sleep`` while it steps, and ``push`` wakes them.
 
 ``python -m benchmarks.grpo_step`` takes minutes, ``--smoke`` half a minute. A record for each case.
 """
@@ -73,7 +74,6 @@ CASES = {
     "1.7b-256": Case("1.7b", 256, 256, minibatch=8),  # the plain model keeps 152k logits a token
     "1.7b-768": Case("1.7b", 768, 256, minibatch=8),
     "tiny-256": Case("tiny", 256, 64),
-    "tiny-1024": Case("tiny", 1024, 64),
     "smoke": Case("tiny", 2 * GROUP, 4, minibatch=GROUP),
 }
 
@@ -150,6 +150,7 @@ def run(
 ) -> tuple[Recorder, dict[str, Any]]:
     """Makes a case's systems, and lets them take turns."""
     label = name if arguments.replicas == 1 else f"{name}-{arguments.replicas}-replicas"
+    label += "-colocated" if arguments.colocate else ""
     recorder = Recorder(record_name("grpo_step", label))
     bench, systems = Bench(service, learner, CASES[name]), []
     for system in arguments.systems:
@@ -176,14 +177,14 @@ def main(argv: list[str] | None = None) -> list[Path]:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="those of the hardware")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--colocate", action="store_true", help="engines sleep in between")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--parts", type=int, default=1, help="how often a turn runs a step's parts")
     parser.add_argument("--limit-s", type=float, default=3600, help="of a case's rounds")
     arguments = parser.parse_args(argv)
     refuse_less(parser, arguments, replicas=1, repetitions=1, parts=1)
-    usual = (
-        ["smollm2-256", "smollm2-1024", "1.7b-256"] if torch.cuda.is_available() else ["tiny-256"]
-    )
+    on_gpus = ["smollm2-256", "smollm2-1024", "1.7b-256"]
+    usual = on_gpus if torch.cuda.is_available() else ["tiny-256"]
     cases = ["smoke"] if arguments.smoke else arguments.cases or usual
     Recorder("grpo_step").check(smoke=arguments.smoke)
     set_list_to_stack(True).set()
@@ -199,9 +200,11 @@ def main(argv: list[str] | None = None) -> list[Path]:
                 checkpoint = save_shape(model, Path(directory), dtype="bfloat16")
             rows, n = max(CASES[one].rows for one in of_model), arguments.replicas
             most = rows if n == 1 else 5 * rows // (4 * n)  # they are balanced, but not to the row
-            options = options_of(has_weights(checkpoint), most) | {"num_replicas": n}
+            options = options_of(has_weights(checkpoint), most)
+            options |= {"num_replicas": n, "colocate": arguments.colocate}
             with start(checkpoint, actor_class=own_actor(), **options) as service:
                 clock.wrap(service, "generate", "generate", then="rows")
+                clock.wrap(service, "sleep", "sleep")
                 learner = Learner(checkpoint, clock)
                 for name in of_model:
                     recorder, samples = run(name, service, learner, arguments)
