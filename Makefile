@@ -39,7 +39,7 @@ TUTORIALS := $(sort $(wildcard tutorials/[0-9]*.py))
 TEST_LOGS := build/tests
 SLOWEST := --durations=40 --durations-min=5
 ENGINE_TESTS := tests/engine tests/ray tests/gpu
-OWN_ENGINES := $(addsuffix .py,$(addprefix tests/engine/test_,adapters colocate elastic grpo_command grpo_programs \
+OWN_ENGINES := $(addsuffix .py,$(addprefix tests/engine/test_,adapters colocate connect elastic grpo_command grpo_programs \
     kills_in_pacing kills_in_training pinned push_moe readme_program run_state tutorials_interrupted))
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/docs tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) \
     $(wildcard tests/test_*.py)) $(OWN_ENGINES)

@@ -84,7 +84,7 @@ def test_the_record_says_what_stopped_trl_and_what_stops_others_is_raised(
     ours = Steady("ours", [])
     monkeypatch.setattr(grpo_step, "Bench", lambda *_: bench)
     monkeypatch.setattr(grpo_step, "SYSTEMS", {"ours": lambda _: ours, "trl": fails})
-    sizes = {"parts": 1, "replicas": 1, "repetitions": 1, "limit_s": 3600.0}
+    sizes = {"parts": 1, "replicas": 1, "colocate": False, "repetitions": 1, "limit_s": 3600.0}
     arguments = argparse.Namespace(systems=["trl", "ours"], smoke=True, **sizes)
     recorder, samples = grpo_step.run("smoke", None, None, arguments)
     assert ours.closed

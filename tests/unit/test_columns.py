@@ -16,6 +16,7 @@ from torchrl_vllm_sync.requests.messages import (
     PackedResults,
     as_dicts,
     sampled_log_probs,
+    samples_of,
 )
 
 if importlib.util.find_spec("vllm") is None:
@@ -478,6 +479,27 @@ def test_log_probs_that_some_have_not_asked_for_are_none():
     ]
     assert [len(sampled_log_probs(one)) for one in samples] == [5, 0, 5]
     assert [one.logprobs is None for one in samples] == [False, True, False]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_are_looked_at_without_reading_their_output(seed, is_read):
+    output, wanted = flat_output(seed, n=1 + seed % 3)
+    wanted.outputs[0].routed_experts = output.outputs[0].routed_experts = np.arange(4)
+    if seed == 5:
+        wanted.outputs[0].logprobs = output.outputs[0].logprobs = None
+    found = unread(output)
+    assert not is_read or found.finished
+    samples, marks = samples_of(found)
+    assert (marks["replica_id"], marks["min_version"], marks["max_version"]) == ("0", 3, 3)
+    assert len(samples) == len(wanted.outputs)
+    for one, other in zip(samples, wanted.outputs, strict=True):
+        assert [*one.token_ids] == other.token_ids
+        assert one.finish_reason == other.finish_reason
+        assert np.array_equal(one.routed_experts, other.routed_experts)
+        assert [*sampled_log_probs(one)] == [*sampled_log_probs(other)]
+        assert not hasattr(one, "no_such_thing")
+    assert hasattr(type(found), "_kind") is not is_read
 
 
 @pytest.mark.parametrize("seed", range(20))

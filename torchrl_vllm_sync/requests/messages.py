@@ -160,6 +160,11 @@ class EngineResult:
     samples: tuple[SampleReport, ...] = ()  # one for each of the output's samples, in its order
     version: int | None = None  # what the replica held when it answered
 
+    @property
+    def marks(self) -> dict[str, Any]:
+        assert self.version is not None, "a replica that answers tells its version"
+        return marks(self.samples, replica_id=self.replica_id, version=self.version)
+
 
 def marks(samples: Sequence[SampleReport], *, replica_id: str, version: int) -> dict[str, Any]:
     """This library's attributes of a vLLM output, from one report for each sample."""
@@ -395,8 +400,7 @@ class _Output:
     request: EngineRequest
 
     def __call__(self) -> dict[str, Any]:
-        row, result, prompt = self.row, self.result, self.request.prompt
-        assert result.version is not None, "a replica that answers tells its version"
+        row, prompt = self.row, self.request.prompt
         has_dicts = not self.request.sampling_params.flat_logprobs
         prompt_logprobs = row.outputs.fields["prompt_logprobs"][row.at]
         made = row.outputs.attributes(
@@ -406,7 +410,7 @@ class _Output:
             prompt_logprobs=as_dicts(prompt_logprobs) if has_dicts else prompt_logprobs,
             outputs=[_sample(*one, has_dicts=has_dicts) for one in row.samples()],
         )
-        return made | marks(result.samples, replica_id=result.replica_id, version=result.version)
+        return made | self.result.marks
 
 
 def _sample(samples: _Records, at: int, *, has_dicts: bool) -> Any:
@@ -448,10 +452,50 @@ class _LogProbs:
         return ids.reshape(shape)[:, 1:], logprobs.reshape(shape)[:, 1:]
 
 
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A ``CompletionOutput`` in its columns: attributes are made when they are asked for."""
+
+    samples: _Records
+    at: int
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.samples.fields["token_ids"].array(self.at)
+
+    @property
+    def unread(self) -> _LogProbs:
+        return _LogProbs(self.samples.fields["logprobs"], self.at, has_dicts=True)
+
+    @property
+    def logprobs(self) -> Any:
+        return self.unread()["logprobs"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.samples.fields:
+            raise AttributeError(name)
+        return self.samples.fields[name][self.at]
+
+
+def samples_of(output: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """A vLLM output's samples, and the attributes that are this library's; it stays unread."""
+    rest = getattr(output, "_rest", None)
+    if isinstance(rest, _Output):
+        return [SampleRow(*one) for one in rest.row.samples()], rest.result.marks
+    return output.outputs, vars(output)
+
+
+def _unread_of(sample: Any) -> _LogProbs | None:
+    if isinstance(sample, SampleRow):
+        return sample.unread
+    return getattr(sample, "_rest", None) if isinstance(sample, _Unread) else None
+
+
 def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
     """Log-probabilities of a ``CompletionOutput``'s tokens, if any, which stays unread."""
-    if isinstance(sample, _Unread) and (unread := sample._rest.sampled()) is not None:
-        return unread
+    unread = _unread_of(sample)
+    if unread is not None and (found := unread.sampled()) is not None:
+        return found
     positions = zip(sample.logprobs or (), sample.token_ids, strict=False)
     return [entries[token].logprob for entries, token in positions]
 
@@ -461,8 +505,9 @@ def listed_tokens(sample: Any, num: int) -> tuple[np.ndarray, np.ndarray]:
 
     ``sample`` is a ``CompletionOutput``, asked for ``logprobs=num``, and stays unread.
     """
-    if isinstance(sample, _Unread) and (unread := sample._rest.listed(num)) is not None:
-        return unread
+    unread = _unread_of(sample)
+    if unread is not None and (found := unread.listed(num)) is not None:
+        return found
     ids = np.zeros((len(sample.token_ids), num), np.int64)
     logprobs = np.full(ids.shape, -np.inf)
     for at, entries in enumerate(sample.logprobs or ()):

@@ -30,6 +30,7 @@ from torchrl_vllm_sync.requests.messages import (
     max_version,
     min_version,
     sampled_log_probs,
+    samples_of,
 )
 from torchrl_vllm_sync.requests.turns import behind, end_of_turn, is_of, without_end
 from torchrl_vllm_sync.rl import conversations as turns
@@ -287,7 +288,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         if conversations:
             wholes = zip(said, replies, strict=True)
             self._finder.answered(conversations, [[*a, f"assistant:{b}"] for a, b in wholes])
-        full = self._decoded([[*a, *b] for a, b in zip(ids, answers.ids, strict=True)])
+        full = self._decoded(ids, answers.ids)
         text = {"prompt": texts, "response": replies, "full": full}
         chat = _chats(prompts, replies)
         entries = {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
@@ -347,8 +348,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             return Texts.late([num_rows], lambda: objects(make()))
 
         def wholes() -> list[str]:
-            each = zip(where, said, strict=True)
-            return self._decoded([[*ids[at], *answer] for at, answer in each])
+            return self._decoded([ids[at] for at in where], said)
 
         replies = late(lambda: self._decoded(said))
         prompted = late(lambda: objects(texts)[where])
@@ -585,8 +585,11 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
     def _unpadded(self, tokens: torch.Tensor) -> list[int]:
         return tokens[tokens != self.padding_value].tolist()
 
-    def _decoded(self, tokens: Sequence[Any]) -> list[str]:
-        return self.tokenizer.batch_decode(tokens, skip_special_tokens=False)
+    def _decoded(self, *parts: Sequence[Any]) -> list[str]:
+        """Texts of rows of tokens, each of one or several parts."""
+        ids = ([*map(_as_list, part)] for part in parts)
+        rows = [[*itertools.chain(*row)] for row in zip(*ids, strict=True)]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
     def _find_conversations(
         self, rows: TensorDictBase, said: Sequence[Sequence[str]]
@@ -610,8 +613,10 @@ class _Answers:
         self.outputs = outputs if isinstance(outputs, list) else [outputs]
         self._num_samples, self.params = num_samples, params
         self._note, self._padding = note, padding
-        self.samples = [one for output in self.outputs for one in output.outputs]
-        self._reports = [(one, of) for of in self.outputs for one in of.sample_reports]
+        self.samples, self._reports = list[Any](), list[tuple[Any, dict[str, Any]]]()
+        for samples, marks in map(samples_of, self.outputs):
+            self.samples += samples
+            self._reports += [(one, marks) for one in marks["sample_reports"]]
         self.ids = [one.token_ids for one in self.samples]
 
     def for_each_row(self, of_prompts: Any) -> Any:
@@ -671,14 +676,14 @@ class _Answers:
 
     def stamps(self) -> dict[str, Any]:
         """Columns of one value a row."""
-        oldest = [min_version(one.spans, default=of.min_version) for one, of in self._reports]
-        newest = [max_version(one.spans, default=of.max_version) for one, of in self._reports]
+        oldest = [min_version(one.spans, default=of["min_version"]) for one, of in self._reports]
+        newest = [max_version(one.spans, default=of["max_version"]) for one, of in self._reports]
         generation: dict[str, Any] = {}
         for key, name, unknown, dtype in _FIGURES:
             known = (getattr(one, name) for one, _ in self._reports)
             values = [unknown if one is None else one for one in known]
             generation[key[-1]] = torch.tensor(values, dtype=dtype)
-        generation[keys.REPLICA_ID[-1]] = Texts.of([of.replica_id for _, of in self._reports])
+        generation[keys.REPLICA_ID[-1]] = Texts.of([of["replica_id"] for _, of in self._reports])
         if self._note:
             generation[keys.UNCORRECTED[-1]] = Texts.of([self._note] * len(self._reports))
         return {
@@ -687,6 +692,10 @@ class _Answers:
             keys.FINISH_REASON: Texts.of([one.finish_reason for one in self.samples]),
             keys.GENERATION: generation,
         }
+
+
+def _as_list(ids: Sequence[int] | np.ndarray) -> Sequence[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else ids
 
 
 def _padded(
