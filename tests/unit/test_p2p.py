@@ -199,6 +199,18 @@ def test_strided_copies_are_wide_and_change_no_bit(width, begin, dtype):
     assert torch.equal(found, source.view(torch.int16)[:, begin : begin + width])
 
 
+def test_tensors_that_are_computed_by_now_are_not_those_of_the_push_before(transport):
+    """As of a model whose adapters were switched on in between."""
+    client, source = Client(P2PReplica), MappingSource({"t0": torch.ones(4)})
+    for version in (1, 2):
+        assert send(transport, client, source, version).failures == {}
+    source.views = lambda: None
+    source.tensors["t0"] = torch.full((4,), 5.0)
+    for version in (3, 4):
+        assert send(transport, client, source, version).failures == {}
+        assert all((one.values["t0"] == 5).all() for one in client.replicas.values())
+
+
 def test_a_transport_lets_go_of_a_model_that_is_gone(transport):
     client = Client(P2PReplica)
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from types import SimpleNamespace
 
 import peft
@@ -16,13 +17,20 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from torchrl_vllm_sync import ParamMeta, as_weight_source
-from torchrl_vllm_sync.errors import WeightMismatchError
+from torchrl_vllm_sync.errors import NonFiniteWeightsError, WeightMismatchError
 from torchrl_vllm_sync.rl.schemes import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import module as module_module
 from torchrl_vllm_sync.weights import source as source_module
+from torchrl_vllm_sync.weights.audit import FiniteCheck
 from torchrl_vllm_sync.weights.module import ModuleSource
-from torchrl_vllm_sync.weights.source import MappingSource, StableSource, WeightSource, fit_to_model
+from torchrl_vllm_sync.weights.source import (
+    MappingSource,
+    StableSource,
+    WeightSource,
+    fit_to_model,
+    tensors_of,
+)
 
 IDS = list(range(5, 45))
 
@@ -411,6 +419,24 @@ def test_views_are_the_live_parameters(checkpoints, kind):
             parameter.mul_(3)
     assert fit_to_model(as_weight_source(model), expected).views() is views
     assert_shows_what_iteration_yields(fit_to_model(as_weight_source(model), expected))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+def test_whatever_is_sent_is_looked_at_once_experts_together(checkpoints, kind):
+    model = load_tiny_model(checkpoints[kind])
+    fitted = fit_to_model(as_weight_source(model), expected_of(model))
+    looked_at, sent = dict(tensors_of(fitted)), fitted.views()
+    storages = [one.untyped_storage().data_ptr() for one in looked_at.values()]
+    assert {*storages} == {one.untyped_storage().data_ptr() for _, one in sent}
+    assert len({*storages}) == len(storages) == sum(one.nbytes > 0 for one in looked_at.values())
+    assert (len(looked_at) < len(sent)) == (kind == "moe")
+    for name, one in looked_at.items():
+        before = one.clone()
+        one.view(-1)[-1] = torch.nan
+        with pytest.raises(NonFiniteWeightsError, match=re.escape(name)):
+            FiniteCheck(fit_to_model(as_weight_source(model), expected_of(model))).end()
+        one.copy_(before)
+    FiniteCheck(fitted).end()
 
 
 def replace_data(model):

@@ -13,7 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
-from torchrl_vllm_sync.weights.module import checked, is_peft, local, metadata_digest, to_json
+from torchrl_vllm_sync.weights.module import (
+    OfLast,
+    checked,
+    is_peft,
+    local,
+    metadata_digest,
+    to_json,
+)
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, is_on_host
 from torchrl_vllm_sync.weights.source import (
@@ -349,7 +356,7 @@ class Auditor:
     def __init__(self, client: ReplicaClient) -> None:
         self._client = client
         self._metadata: list[ParamMeta] = []
-        self._digest = ""
+        self._digest, self._digest_of = "", OfLast(metadata_digest)
         # Replica id to its incarnation and the metadata's digest, and to its workers' slices.
         self._known: dict[str, tuple[str, str]] = {}
         self._held: dict[str, list[list[Slice]]] = {}
@@ -358,8 +365,7 @@ class Auditor:
         self, incarnations: Mapping[str, str], metadata: list[ParamMeta], timeout_s: float
     ) -> None:
         """Asks replicas what their workers hold of such tensors; raises if one cannot tell."""
-        if metadata is not self._metadata:
-            self._metadata, self._digest = metadata, metadata_digest(metadata)
+        self._metadata, self._digest = metadata, self._digest_of(metadata)
         known = {name: (one, self._digest) for name, one in incarnations.items()}
         new = {name: one for name, one in known.items() if self._known.get(name) != one}
         if new:

@@ -225,7 +225,7 @@ class P2PTransport:
         if views is not None and views is not self._views:
             for meta, tensor in checked(views, source.metadata()):
                 writes.check_place(meta.name, tensor, self._device)
-            self._views = views
+        self._views = views
 
     def _let_go(self, owner: Any) -> None:
         if owner is self._owner:  # else of a source before
@@ -305,7 +305,7 @@ class P2PTransport:
         whole = [one.copies for one in mapped]
         if shards is None:
             read = ((meta.name, one) for meta, one in checked(source, source.metadata()))
-            writes.write(self._views or read, whole, self._device)
+            writes.write(read if self._views is None else self._views, whole, self._device)
         else:
             workers = itertools.chain(*self._workers.values())
             held = itertools.chain(*(one.memories.values() for one in workers))
