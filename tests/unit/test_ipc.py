@@ -93,7 +93,9 @@ def test_a_trainer_without_cuda_is_refused():
 @pytest.mark.gpu
 def test_another_gpu_is_refused():
     engine = description(device_type="cuda", device_uuids=("GPU-1",))
-    with pytest.raises(UnsupportedArgumentError, match=r"replica 0 is on \['GPU-1'\]"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"replica 0 is on \['GPU-1'\], which are not"
+    ):
         open_transport(IPCTransport(), DescribingClient(engine))
 
 
@@ -158,7 +160,7 @@ def here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(source, "current_device", lambda kind: torch.device("cpu"))
-    monkeypatch.setattr(ipc, "device_uuid", lambda device: "GPU-own")
+    monkeypatch.setattr(ipc, "visible_gpus", lambda: {"GPU-own": torch.device("cpu")})
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda one: (None, "it"))
 
 
@@ -180,7 +182,29 @@ def test_every_part_is_taken_by_all_before_the_next_is_filled_in(here):
     ]
 
 
-def test_an_engine_on_another_gpu_than_the_trainers_is_refused(here):
+def test_engines_on_other_gpus_are_shown_copies_there(here, monkeypatch):
+    """A GPU's stand-in is a device without values, so that only who is shown what is seen."""
+    gpus = {"GPU-own": torch.device("cpu"), "GPU-2": torch.device("meta"), "GPU-3": None}
+    monkeypatch.setattr(ipc, "visible_gpus", lambda: gpus)
+    shown = []
+
+    class Shown(Engines):
+        def answer(self, method, name, args):
+            if method == "update_weights":
+                shown.append((name, pickle.loads(args[0]["ipc_handles_bytes"])))
+            return super().answer(method, name, args)
+
+    monkeypatch.setattr(
+        "torch.multiprocessing.reductions.reduce_tensor", lambda one: (None, str(one.device))
+    )
+    engines = Shown()
+    engines.devices = {"1": "GPU-2"}
+    assert not push_parts(engines).failures
+    assert len(shown) > 2
+    assert dict(shown) == {"0": {"GPU-own": "cpu"}, "1": {"GPU-2": "meta"}}
+
+
+def test_an_engine_on_a_gpu_that_the_trainer_does_not_see_is_refused(here):
     engines = Engines()
     engines.devices = {"1": "GPU-other"}
     with pytest.raises(UnsupportedArgumentError, match=r"replica 1 is on \['GPU-other'\]"):

@@ -535,6 +535,19 @@ def refused(call, *args, **kwargs):
     return caught.value
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_rank_clears_its_cache_before_it_has_joined(ranks, monkeypatch, clears):
+    leader, follower, store = ranks
+    cleared = []
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: cleared.append(store.check(["1/joined/1"]))
+    )
+    leading = leader.begin("digest", clears=clears)
+    follower.join(timeout_s=5).ready("digest {}")
+    assert cleared == [False] * clears
+    leading.reports()
+
+
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
 def test_strange_words_of_the_leader_end_in_a_typed_error(ranks, strange):
     leader, follower, store = ranks

@@ -68,18 +68,22 @@ def test_the_choice_follows_the_places(case):
     assert wanted in TRANSPORTS
 
 
+@pytest.mark.parametrize("engines", [[gpu("a"), gpu("b")], [gpu("a", "b")], [spare(gpu("b", "a"))]])
+def test_engines_on_the_trainers_gpu_and_others_that_it_sees(monkeypatch, engines):
+    for seen, wanted in ({"a", "b", "c"}, "ipc"), ({"a", "c"}, "memmap"):
+        monkeypatch.setattr(auto, "visible_gpus", lambda seen=seen: dict.fromkeys(seen))
+        assert choose_transport(gpu("a"), dict(enumerate(engines))) == wanted
+
+
 @pytest.mark.parametrize("reaches", [True, False])
 def test_gpus_that_are_seen_must_reach_each_other(monkeypatch, reaches):
-    asked, devices = [], {0: "a", 1: "b"}  # a third one is hidden
-    cuda = SimpleNamespace(
-        device_count=lambda: len(devices),
-        can_device_access_peer=lambda *pair: asked.append(pair) or reaches,
-    )
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(auto, "device_uuid", lambda device: devices[device.index])
+    asked, one, two = [], torch.device("cuda", 0), torch.device("cuda", 1)  # a third one is hidden
+    monkeypatch.setattr(auto, "visible_gpus", lambda: {"a": one, "b": two})
+    access = SimpleNamespace(can_device_access_peer=lambda *pair: asked.append(pair) or reaches)
+    monkeypatch.setattr(torch, "cuda", access)
     engines = {"0": spare(gpu("b")), "1": spare(gpu("c"))}
     assert choose_transport(gpu("a"), engines) == ("p2p" if reaches else "broadcast")
-    assert asked == [(0, 1)] * len(asked) != []
+    assert asked == [(one, two)] * len(asked) != []
 
 
 @pytest.mark.parametrize(

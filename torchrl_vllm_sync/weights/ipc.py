@@ -1,9 +1,10 @@
-"""Weights by CUDA IPC, for a trainer and engines on the same GPU, through vLLM's own engine."""
+"""Weights by CUDA IPC, for a trainer and engines on the same GPUs, through vLLM's own engine."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import pickle
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ from torchrl_vllm_sync.weights.broadcast.buckets import check_device
 from torchrl_vllm_sync.weights.module import ParamMeta, checked, dtype_name
 from torchrl_vllm_sync.weights.source import (
     WeightSource,
-    device_uuid,
     home_device,
     sending_device,
     views_of,
+    visible_gpus,
 )
 from torchrl_vllm_sync.weights.transport import GRACE_S, ask, failed, raise_exceptions
 
@@ -36,14 +37,16 @@ _FIRST_WITH_PACKING_AT_INIT = Version("0.28")
 
 
 class IPCTransport:
-    """Shows the engines one buffer of the trainer's GPU memory, filled again and again.
+    """Shows the engines a buffer of the trainer's on their own GPU, filled again and again.
 
     Each filling is one call to the replicas, which have copied it out when they answer, through
-    vLLM's layerwise reload. Workers use vLLM's ``ipc`` engine while the transport is open, and need
-    no ``VLLM_ALLOW_INSECURE_SERIALIZATION``: handles travel pickled to them alone.
+    vLLM's layerwise reload. GPUs other than that of the weights, such as those of the other ranks
+    of a sharded model, get a copy of the buffer, and must be visible to this process. Workers use
+    vLLM's ``ipc`` engine while the transport is open, and need no
+    ``VLLM_ALLOW_INSECURE_SERIALIZATION``: handles travel pickled to them alone.
 
     Args:
-        buffer_bytes: Size of the buffer; a single tensor that is larger makes it so.
+        buffer_bytes: Size of a buffer; a single tensor that is larger makes it so.
 
     Raises:
         UnsupportedArgumentError: ``buffer_bytes`` is below 1.
@@ -65,10 +68,12 @@ class IPCTransport:
         self._joined: dict[str, str] = {}
         self._fields: dict[str, dict[str, Any]] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._gpus: dict[str, tuple[str, ...]] = {}  # UUIDs of those that each replica is on
+        self._shown: dict[str, torch.Tensor] = {}  # by UUID: the buffer, or a copy on another GPU
 
     @property
     def num_buffer_bytes(self) -> int:
-        """Bytes that the buffer takes on the GPU; 0 before the first push."""
+        """Bytes that a buffer takes on each GPU; 0 before the first push."""
         return self._buffer.numel()
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
@@ -77,7 +82,7 @@ class IPCTransport:
         Arguments are those of :meth:`WeightTransport.open`.
 
         Raises:
-            UnsupportedArgumentError: An engine is not on the trainer's GPU alone.
+            UnsupportedArgumentError: An engine is on a GPU that this process does not see.
         """
         home = home_device(source, "cuda")
         is_open = self._client is not None and members.incarnations == self._joined
@@ -85,15 +90,16 @@ class IPCTransport:
             return
         alive = members.describe()
         device = sending_device(self.name, alive, source, gpu=True)
-        own = device_uuid(device)
+        visible = visible_gpus()
         for name, one in alive.items():
-            if set(one.device_uuids) != {own}:
+            if hidden := sorted(set(one.device_uuids) - visible.keys()):
                 raise UnsupportedArgumentError(
-                    "the ipc transport needs trainer and engines on one CUDA device, and replica "
-                    f"{name} is on {list(one.device_uuids)}, the trainer on {own}: use the "
+                    "the ipc transport needs engines on GPUs that the trainer's process sees, and "
+                    f"replica {name} is on {hidden}, which are not among {list(visible)}: use the "
                     "broadcast transport"
                 )
         self._device = device
+        self._gpus = {name: one.device_uuids for name, one in alive.items()}
         inits: dict[str, tuple[dict[str, Any]]] = {}
         for name, one in alive.items():
             is_old = Version(Version(one.vllm_version).base_version) < _FIRST_WITH_PACKING_AT_INIT
@@ -151,8 +157,11 @@ class IPCTransport:
         """Makes every replica copy the buffer out; it may be refilled when they have answered."""
         from torch.multiprocessing.reductions import reduce_tensor
 
+        for shown in self._shown.values():
+            if shown is not self._buffer:
+                shown.copy_(self._buffer)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self._device).synchronize()  # which copies from here, too
         info = {
             "names": [one.name for one in chunk],
             "dtype_names": [dtype_name(one.dtype) for one in chunk],
@@ -162,7 +171,7 @@ class IPCTransport:
         calls: dict[str, Any] = {}
         for name in members.incarnations:
             # An export is counted once, and released by the process that opens it.
-            handles = {device_uuid(self._device): reduce_tensor(self._buffer)[1]}
+            handles = {one: reduce_tensor(self._shown[one])[1] for one in self._gpus[name]}
             own = {**info, **self._fields[name], "ipc_handles_bytes": pickle.dumps(handles)}
             calls[name] = (own,)
         return ask(members.client, "update_weights", calls, deadline.left_s)
@@ -171,6 +180,12 @@ class IPCTransport:
         size = max([self._buffer_bytes, *(one.num_bytes for one in metadata)])
         if self._buffer.numel() != size or self._buffer.device != self._device:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._shown.clear()
+        used = set(itertools.chain(*self._gpus.values()))
+        for name, gpu in visible_gpus().items():
+            if name in used and name not in self._shown:
+                own, is_home = self._buffer, gpu == self._device
+                self._shown[name] = own if is_home else torch.empty_like(own, device=gpu)
 
     @torch.no_grad()
     def _chunks(self, source: WeightSource) -> Iterator[list[ParamMeta]]:

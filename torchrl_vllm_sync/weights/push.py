@@ -13,8 +13,6 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.errors import (
     NonFiniteWeightsError,
@@ -33,7 +31,7 @@ from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, Finit
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.module import OfLast
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
-from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, leading
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, clear_caches, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import WeightSource, as_weight_source, fit_to_model
@@ -462,7 +460,7 @@ class WeightPusher:
             try:
                 source = as_weight_source(weights)
                 of = source.sharded if isinstance(source, AdapterSource) else source
-                with leading(of) as announcement:
+                with leading(of, clears=self._wakes) as announcement:
                     if version is not None:
                         check_version("version", version)
                     given = PushOptions(**options)
@@ -547,7 +545,7 @@ class WeightPusher:
                 if self._wakes:
                     times.seconds["sleep_s"] = self.slept_s or 0.0
                     with times.measure("wake_s"):
-                        torch.cuda.empty_cache()  # what the trainer freed, but PyTorch keeps
+                        clear_caches(given)  # of what the trainer freed
                         self._rouse("weights")  # whoever cannot is named by what is sent to it
                 self._open(source)
                 metadata, joined = source.metadata(), self._members.incarnations

@@ -165,6 +165,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
 
 FAILED, GATHER, DOOR, WRITE, VERDICT, BROKEN = "!", "g", "d", "w", "v", "broken"
+CLEARS = "clears"
 STORE_ERRORS = dist.DistStoreError, dist.DistNetworkError
 # Of one value, checked once it is here: the store has no call for less.
 MOST_BYTES = 1 << 22
@@ -208,10 +209,11 @@ class TrainerRanks:
         self.rank, self.timeout_s, self.is_broken = rank, timeout_s, False
         self.store = PrefixStore("torchrl_vllm_sync/" + "-".join(map(str, ranks)), store)
 
-    def begin(self, digest: str) -> LeadingRound:
+    def begin(self, digest: str, *, clears: bool = False) -> LeadingRound:
+        """Begins a round; the others may have to clear their caches of GPU memory before it."""
         self._refuse_broken()
         number = self.store.add("rounds", 1)
-        self.store.set(f"{number}/begun", "")
+        self.store.set(f"{number}/begun", CLEARS if clears else "")
         return LeadingRound(self, number, digest)
 
     def join(self, *, timeout_s: float, outcome: Any = Any) -> FollowingRound:
@@ -220,7 +222,8 @@ class TrainerRanks:
         number = _number(self.await_text("rounds", timeout_s, "begin a push"), self.leader)
         ended = f"{number}/over", f"{number}/joined/{self.rank}"
         number += any(self.store.check([key]) for key in ended)
-        self.await_text(f"{number}/begun", timeout_s, "begin a push")
+        if self.await_text(f"{number}/begun", timeout_s, "begin a push") == CLEARS:
+            torch.cuda.empty_cache()
         self.store.set(f"{number}/joined/{self.rank}", "")
         return FollowingRound(self, number, timeout_s, outcome)
 
@@ -565,8 +568,11 @@ class ShardedModuleSource:
             raise
 
     @contextmanager
-    def lead(self) -> Iterator[SimpleNamespace]:
-        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
+    def lead(self, *, clears: bool = False) -> Iterator[SimpleNamespace]:
+        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``.
+
+        With ``clears`` they first clear their caches of GPU memory, see :func:`clear_caches`.
+        """
         if not self.leads:
             raise UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
@@ -575,7 +581,7 @@ class ShardedModuleSource:
         announcement = SimpleNamespace(outcome=None)
         self._failure = None
         with self._ranks.store_errors():
-            self._round = self._ranks.begin(self._plan.digest)
+            self._round = self._ranks.begin(self._plan.digest, clears=clears)
         try:
             yield announcement
             self._round.succeed(announcement.outcome)
@@ -813,13 +819,20 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def leading(source: object) -> Iterator[SimpleNamespace]:
+def leading(source: object, *, clears: bool = False) -> Iterator[SimpleNamespace]:
     """Wraps any push: of a sharded source in :meth:`ShardedModuleSource.lead`, else in nothing."""
     if isinstance(source, ShardedModuleSource):
-        with source.lead() as announcement:
+        with source.lead(clears=clears) as announcement:
             yield announcement
     else:
         yield SimpleNamespace()
+
+
+def clear_caches(source: object) -> None:
+    """Gives back the GPU memory that PyTorch keeps; waits until the other ranks have, too."""
+    torch.cuda.empty_cache()
+    if isinstance(source, ShardedModuleSource):
+        source.offers()  # they clear theirs as they join
 
 
 def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

@@ -347,6 +347,12 @@ def device_uuid(device: torch.device) -> str:
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
+def visible_gpus() -> dict[str, torch.device]:
+    """Returns the GPUs that this process may use, by UUID."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return {device_uuid(one): one for one in gpus}
+
+
 def device_name(device: torch.device) -> str:
     """Returns a GPU's name, or how many cores of a CPU this process may use."""
     if device.type == "cuda":
