@@ -59,6 +59,16 @@ def test_a_push_wakes_engines_and_leaving_has_them_sleep(shared, model, monkeypa
     assert given_back == [False, True, True]  # before engines wake
 
 
+def test_engines_that_never_held_a_version_are_audited_as_they_wake(checkpoint, model):
+    how = {**ENGINE, "worker_extension_cls": "tests.engine.plain_worker.PlainWorker"}
+    with AsyncVLLM.from_pretrained(checkpoint, colocate=True, **how) as service:
+        service.sleep(2, "keep")
+        for seed in range(2):
+            with service.awake(perturbed(model, seed=seed), audit=True) as report:
+                assert report.phases["audit_s"] > 0
+                assert_holds(service, model)
+
+
 def test_requests_in_flight_wait_and_go_on_under_the_weights_that_wake_them(shared, model):
     found = []
     with shared.awake(perturbed(model, seed=10)) as before:

@@ -13,7 +13,7 @@ from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
 from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
-from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError
+from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError, TransferNotReadyError
 from torchrl_vllm_sync.weights import audit
 from torchrl_vllm_sync.weights.audit import Auditor, FiniteCheck, WeightDifference
 from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
@@ -335,8 +335,14 @@ def test_replicas_are_asked_again_for_other_metadata_and_when_they_were_replaced
 def test_a_replica_without_whole_weights_is_not_compared(world):
     here = world("qwen3")
     here.updates.whole = False
-    with pytest.raises(TransferError, match=r"replica 0: .*no whole version"):
-        here.auditor.plan({"0": "a"}, here.metadata, timeout_s=5)
+    here.auditor.plan({"0": "a"}, here.metadata, timeout_s=5)  # for what is about to arrive
+    checkpoint = make_checkpoint(here.metadata)
+    found = here.auditor.compare(MappingSource(checkpoint), ["0"], timeout_s=5)
+    assert not found.versions
+    assert "holds no whole version" in str(found.failures["0"])
+    here.updates.asleep = frozenset({"weights"})
+    with pytest.raises(TransferNotReadyError, match="weights of replica 0 are asleep"):
+        here.auditor.plan({"0": "b"}, here.metadata, timeout_s=5)
 
 
 def test_differences_are_exact_across_chunks(world, monkeypatch):

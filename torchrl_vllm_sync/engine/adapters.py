@@ -226,7 +226,6 @@ class Adapters:
             if not self._has(adapter):
                 updates.refuse_older(adapter.version)
                 updates.refuse_foreign(adapter.version, adapter.run_id)
-                updates.require_weights()
                 updates.require_base(adapter.base)
                 report = await self._add(adapter, data, deadline.left_s)
             await updates.advance(adapter.version, adapter.run_id)

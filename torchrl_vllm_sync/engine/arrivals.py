@@ -95,13 +95,17 @@ class Arrivals:
         self._source: dict[str, Any] | None = None
 
     async def _ask(
-        self, what: str, method: str, *args: Any, timeout_s: float, whole: bool = False
+        self,
+        what: str,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        requires: Callable[[], None] | None = None,
     ) -> Replies:
         updates, limit_s = self._updates, timeout_s
         async with updates.exclusive(timeout_s) as deadline:
-            if whole:
-                updates.require_weights()
-                updates.require_whole()
+            if requires is not None:
+                requires()
                 limit_s = deadline.left_s
             # Others have all of it after their turn has come: an engine that waited is not silent.
             return await updates.ask_workers(method, *args, timeout_s=limit_s, what=what)
@@ -289,19 +293,19 @@ class Arrivals:
     # ---- For a trainer that compares what this engine computes with to its own
 
     async def plan_audit(self, metadata: list[Any], *, timeout_s: float) -> list[Any]:
-        call = "comparing", "sync_plan_audit", metadata
-        return [one["slices"] for one in await self._ask(*call, timeout_s=timeout_s, whole=True)]
+        call, how = ("comparing", "sync_plan_audit", metadata), self._updates.require_weights
+        return [one["slices"] for one in await self._ask(*call, timeout_s=timeout_s, requires=how)]
 
     async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
         call = "comparing", "sync_audit", digest
-        answers = await self._ask(*call, timeout_s=timeout_s, whole=True)
+        answers = await self._ask(*call, timeout_s=timeout_s, requires=self._updates.require_whole)
         return {"version": self._updates.version, "workers": [one["checksums"] for one in answers]}
 
     async def audit_values(
         self, digest: str, rank: int, at: int, chunk: int, *, timeout_s: float
     ) -> bytes:
         call = "comparing", "sync_audit_values", digest, rank, at, chunk
-        answers = await self._ask(*call, timeout_s=timeout_s, whole=True)
+        answers = await self._ask(*call, timeout_s=timeout_s, requires=self._updates.require_whole)
         return answers[rank]["values"]
 
     # ---- From a snapshot

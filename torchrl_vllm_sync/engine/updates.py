@@ -180,6 +180,7 @@ class Updates:
             raise errors.TransferNotReadyError(f"{asleep}: wake_up(['weights']) first")
 
     def require_whole(self) -> None:
+        self.require_weights()
         if not self.whole:
             raise errors.TransferError(f"replica {self.replica_id} holds no whole version")
 
