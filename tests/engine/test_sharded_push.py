@@ -273,7 +273,7 @@ def whole(model):
 # ---------------------------------------------------------------- what arrives
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "memmap"])
+@pytest.mark.parametrize("transport", ["broadcast", "memmap", "ipc"])
 def test_every_replica_computes_what_the_trainer_does_after_each_step(
     service, ranks, whole, transport
 ):

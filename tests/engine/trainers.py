@@ -77,10 +77,11 @@ class Rival:
 class Trainer:
     """A trainer in a process of its own."""
 
-    def __init__(self, service, checkpoint, memmap=False, **options):
+    def __init__(self, service, checkpoint, memmap=False, transport=None, **options):
         self._model = load_tiny_model(checkpoint)
         self._service = service
-        self._service.use_transport(MemmapTransport() if memmap else broadcast(**options))
+        usual = MemmapTransport() if memmap else broadcast(**options)
+        self._service.use_transport(transport or usual)
 
     def pid(self):
         return os.getpid()

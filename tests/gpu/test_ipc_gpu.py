@@ -1,4 +1,4 @@
-"""Trainer and engine on one GPU, weights by CUDA IPC."""
+"""Trainer and engine on one GPU, weights out of memory that they share."""
 
 import contextlib
 
@@ -76,16 +76,12 @@ def test_the_engine_computes_what_was_shown(service, checkpoints, buffer_bytes):
         before = service.weight_version
         report = trainer.push(checkpoint)
         (replica,) = report.replicas
-        assert (report.transport, replica.path) == ("ipc", "layerwise")
+        assert (report.transport, replica.path, replica.path_reason) == ("ipc", "plan", "")
         assert report.version == service.weight_version > before
-        assert (report.phases["num_chunks"] > 1) == (buffer_bytes == 1 << 16)
         assert mean_difference(service, checkpoint) < TOLERANCE
         assert mean_difference(service, other) > 2
-    assert transport.num_buffer_bytes >= buffer_bytes
+    assert 0 < transport.num_buffer_bytes <= buffer_bytes
     transport.close()
-    assert [*service.replicas.call_replicas("collective_rpc", "native_engine_name").values()] == [
-        ["BroadcastReceiver"]
-    ]
 
 
 @pytest.mark.gpu

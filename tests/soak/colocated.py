@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -49,6 +50,18 @@ def used_mib():
     """What is taken of each GPU that this process sees."""
     gpus = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
     return [(total - free) / MIB for free, total in gpus]
+
+
+def context_mib():
+    """What a process takes of the first GPU that does nothing there."""
+    before = used_mib()
+    code = "import torch; torch.ones(1, device='cuda').add_(1).item(); print(); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
+        process.stdout.readline()
+        taken = used_mib()[0] - before[0]
+        process.communicate(b"\n")
+    return taken
 
 
 class Watch:
@@ -159,6 +172,8 @@ def lead(args, checkpoint):
         unit = "MiB" if mib else "nats" if system == "log-probabilities" else "s"
         recorder.add(case=args.case, system=system, metric=metric, unit=unit, samples=samples)
 
+    if ON_GPUS:
+        add("GPU 0", "context of any process", [context_mib()])
     wrong = []
     for gpu, then in enumerate(before):
         for metric, values in held.items():

@@ -1,4 +1,7 @@
-"""A trainer and workers over Gloo, in threads: whole tensors arrive, and nobody waits for ever."""
+"""A trainer and workers, in threads: whole tensors arrive, and nobody waits for ever.
+
+Over Gloo, or reading in the trainer's memory.
+"""
 
 import contextlib
 import dataclasses
@@ -29,6 +32,7 @@ from torchrl_vllm_sync.weights.broadcast.buckets import (
     check_device,
     make_buffers,
     receive_buckets,
+    room_for,
     send_buckets,
     sendable_tensors,
     streamed,
@@ -38,6 +42,7 @@ from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Rendezvous
 from torchrl_vllm_sync.weights.source import MappingSource
 
 CPU = torch.device("cpu")
+SHARED_BYTES = room_for(1 << 22)
 HOST = "127.0.0.1"
 
 
@@ -69,10 +74,11 @@ def metadata_of(tensors, dtype=None):
 
 
 @pytest.fixture
-def groups():
+def groups(request):
     """One trainer and two workers that have met."""
+    how = {"shared_bytes": SHARED_BYTES} if getattr(request, "param", "gloo") == "shared" else {}
     with ThreadPoolExecutor(2) as pool:
-        trainer = host(world_size=3)
+        trainer = host(world_size=3, **how)
         joined = [pool.submit(join, trainer.rendezvous, rank) for rank in (1, 2)]
         trainer.connect(timeout_s=20)
         groups = [trainer, *(one.result() for one in joined)]
@@ -81,12 +87,16 @@ def groups():
         group.close()
 
 
-def host(world_size, timeout_s=20):
-    return BroadcastGroup.host(Rendezvous(HOST, 0, world_size), CPU, timeout_s=timeout_s)
+both_kinds = pytest.mark.parametrize("groups", ["gloo", "shared"], indirect=True)
+
+
+def host(world_size, timeout_s=20, **how):
+    at = Rendezvous(HOST, 0, world_size, **how)
+    return at.kind.host(at, CPU, timeout_s=timeout_s)
 
 
 def join(rendezvous, rank, timeout_s=20):
-    group = BroadcastGroup.join(rendezvous, rank, CPU, timeout_s=timeout_s)
+    group = rendezvous.kind.join(rendezvous, rank, CPU, timeout_s=timeout_s)
     group.connect(timeout_s=timeout_s)
     return group
 
@@ -98,23 +108,27 @@ def pack(layout, buffers, views):
 def transfer(groups, layout, packing_of, num_passes=1):
     """Sends to the workers, which take whole tensors; returns what each pass brought to each."""
 
+    deadline = time.monotonic() + 20
+
     def receive(group):
-        buffers = make_buffers(layout, CPU)
+        buffers = make_buffers(layout, CPU, group.memory)
         passes = []
         for _ in range(num_passes):
-            arrivals = receive_buckets(group, layout, buffers, deadline=time.monotonic() + 20)
+            arrivals = receive_buckets(group, layout, buffers, deadline=deadline)
             passes.append(dict(whole_tensors(layout, buffers, arrivals)))
+            group.synchronize(deadline=deadline)
         return passes
 
-    buffers = make_buffers(layout, CPU)
+    buffers = make_buffers(layout, CPU, groups[0].memory)
     with ThreadPoolExecutor(2) as pool:
         received = [pool.submit(receive, group) for group in groups[1:]]
         for _ in range(num_passes):
             packing = packing_of(buffers)
-            send_buckets(groups[0], layout, buffers, packing, deadline=time.monotonic() + 20)
+            send_buckets(groups[0], layout, buffers, packing, deadline=deadline)
         return [one.result(timeout=30) for one in received]
 
 
+@both_kinds
 @pytest.mark.parametrize("bucket_bytes", [64, 100, 1000, 1 << 20])
 def test_every_tensor_arrives_whole_whatever_the_buckets(groups, bucket_bytes):
     wanted = tensors()
@@ -131,6 +145,7 @@ def test_every_tensor_arrives_whole_whatever_the_buckets(groups, bucket_bytes):
                 assert torch.equal(one[name], tensor), name
 
 
+@both_kinds
 def test_a_streaming_source_arrives_alike(groups):
     wanted = tensors(seed=1)
     layout = BucketLayout(metadata_of(wanted), 200)
@@ -164,6 +179,7 @@ def test_a_streamed_tensor_is_copied_by_rows_alone_however_it_lies_in_memory():
     assert copies == ["aten::copy_"] * 2
 
 
+@both_kinds
 def test_values_are_cast_to_the_dtype_on_the_wire(groups):
     wanted = {name: one for name, one in tensors().items() if one.is_floating_point()}
     layout = BucketLayout(metadata_of(wanted, torch.bfloat16), 300)
@@ -267,6 +283,7 @@ def test_what_cannot_go_without_buckets():
     )
 
 
+@both_kinds
 def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups):
     trainer, one, other = groups
     deadline = time.monotonic() + 10
@@ -298,6 +315,7 @@ def test_nobody_begins_before_all_are_ready_and_a_push_left_does_no_harm(groups)
     transfer(groups, layout, lambda buffers: pack(layout, buffers, views))
 
 
+@both_kinds
 def test_who_never_gets_ready_is_named(groups):
     trainer, one, _ = groups
     with ThreadPoolExecutor(1) as pool:
@@ -384,17 +402,18 @@ def test_an_interface_is_used_if_it_is_there_and_refused_otherwise():
     trainer.close()
 
 
+@both_kinds
 def test_a_worker_that_leaves_ends_the_senders_wait(groups):
     """Its end of the connection closes, as when its process dies."""
     trainer, one, other = groups
     wanted = {"big": torch.zeros(64, 1 << 18)}
     layout = BucketLayout(metadata_of(wanted), 1 << 22)
-    buffers = make_buffers(layout, CPU)
+    buffers = make_buffers(layout, CPU, trainer.memory)
     packing = pack(layout, buffers, list(wanted.items()))
     received = []
 
     def receive_some():
-        slots = make_buffers(layout, CPU)
+        slots = make_buffers(layout, CPU, one.memory)
         for index in receive_buckets(one, layout, slots, deadline=time.monotonic() + 20):
             received.append(index)
             if index == 2:
@@ -402,7 +421,7 @@ def test_a_worker_that_leaves_ends_the_senders_wait(groups):
                 return
 
     def receive_all():
-        slots = make_buffers(layout, CPU)
+        slots = make_buffers(layout, CPU, other.memory)
         for _ in receive_buckets(other, layout, slots, deadline=time.monotonic() + 20):
             pass
 

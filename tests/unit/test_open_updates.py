@@ -197,14 +197,6 @@ async def test_a_push_in_parts_has_its_time_for_all_of_them(native):
         await native.finish_weight_update()
 
 
-async def test_who_gives_a_push_up_must_have_begun_it(native):
-    await native.start_weight_update(version=4, timeout_s=60.0, **PUSH)
-    await native.give_up_update("another run")
-    assert native._open is not None
-    await native.give_up_update("run")
-    assert (native._open, native.state) == (None, SERVING)
-
-
 async def test_a_pause_outlives_an_update_and_sleep_wants_its_weights_back(native):
     await native.pause_generation(mode="keep")
     await native.update_weights_native(PART)

@@ -39,7 +39,7 @@ def spare(place):
 CHOICES = {
     "spare memory on another GPU": (gpu("a"), [spare(gpu("b")), spare(gpu("c", "d"))], "p2p"),
     "spare memory on the same GPU": (gpu("a"), [spare(gpu("a"))], "ipc"),
-    "spare memory on the trainer's GPU, too": (gpu("a"), [spare(gpu("a", "b"))], "memmap"),
+    "spare memory on the trainer's GPU, too": (gpu("a"), [spare(gpu("a", "b"))], "ipc"),
     "spare memory on another node": (gpu("a"), [spare(gpu("b", node="n2"))], "broadcast"),
     "one without spare memory": (gpu("a"), [spare(gpu("b")), gpu("c")], "broadcast"),
     "spare memory on CPUs": (cpu(), [spare(cpu()), spare(cpu())], "p2p"),
@@ -49,8 +49,8 @@ CHOICES = {
     "two engines on the trainer's GPU": (gpu("a"), [gpu("a"), gpu("a")], "ipc"),
     "another GPU of this node": (gpu("a"), [gpu("b")], "broadcast"),
     "GPUs of other nodes": (gpu("a"), [gpu("b"), gpu("c", "d", node="n2")], "broadcast"),
-    "one on the trainer's GPU, one not": (gpu("a"), [gpu("a"), gpu("b")], "memmap"),
-    "tensor parallel over the trainer's GPU": (gpu("a"), [gpu("a", "b")], "memmap"),
+    "one on the trainer's GPU, one not": (gpu("a"), [gpu("a"), gpu("b")], "ipc"),
+    "tensor parallel over the trainer's GPU": (gpu("a"), [gpu("a", "b")], "ipc"),
     "GPUs that nobody names": (gpu(), [gpu()], "broadcast"),
     "CPUs of one node": (cpu(), [cpu(), cpu()], "memmap"),
     "CPUs of several nodes": (cpu(), [cpu(), cpu("n2")], "broadcast"),
@@ -68,22 +68,19 @@ def test_the_choice_follows_the_places(case):
     assert wanted in TRANSPORTS
 
 
-@pytest.mark.parametrize("engines", [[gpu("a"), gpu("b")], [gpu("a", "b")], [spare(gpu("b", "a"))]])
-def test_engines_on_the_trainers_gpu_and_others_that_it_sees(monkeypatch, engines):
-    for seen, wanted in ({"a", "b", "c"}, "ipc"), ({"a", "c"}, "memmap"):
-        monkeypatch.setattr(auto, "visible_gpus", lambda seen=seen: dict.fromkeys(seen))
-        assert choose_transport(gpu("a"), dict(enumerate(engines))) == wanted
-
-
 @pytest.mark.parametrize("reaches", [True, False])
 def test_gpus_that_are_seen_must_reach_each_other(monkeypatch, reaches):
-    asked, one, two = [], torch.device("cuda", 0), torch.device("cuda", 1)  # a third one is hidden
-    monkeypatch.setattr(auto, "visible_gpus", lambda: {"a": one, "b": two})
-    access = SimpleNamespace(can_device_access_peer=lambda *pair: asked.append(pair) or reaches)
-    monkeypatch.setattr(torch, "cuda", access)
-    engines = {"0": spare(gpu("b")), "1": spare(gpu("c"))}
-    assert choose_transport(gpu("a"), engines) == ("p2p" if reaches else "broadcast")
-    assert asked == [(one, two)] * len(asked) != []
+    asked, devices = [], {0: "a", 1: "b"}  # a third one is hidden
+    cuda = SimpleNamespace(
+        device_count=lambda: len(devices),
+        can_device_access_peer=lambda *pair: asked.append(pair) or reaches,
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(auto, "device_uuid", lambda device: devices[device.index])
+    apart, beside = [spare(gpu("b")), spare(gpu("c"))], [gpu("a", "b"), gpu("a")]
+    for engines, wanted in (apart, ("broadcast", "p2p")), (beside, ("memmap", "ipc")):
+        assert choose_transport(gpu("a"), dict(enumerate(engines))) == wanted[reaches]
+    assert asked == [(0, 1)] * len(asked) != []
 
 
 @pytest.mark.parametrize(

@@ -625,11 +625,6 @@ class NativeCalls:
         await self.update_weights(request, timeout_s=timeout_s)
         return await self.finish_weight_update(timeout_s=timeout_s)
 
-    async def give_up_update(self, run_id: str) -> None:
-        """Ends what run ``run_id`` has begun; the replica is stale if a part of it had come."""
-        if self._open is not None and self._open.run_id == run_id:
-            await self._abandon()
-
     async def update_weight_version(self, new_version: str) -> None:
         """Labels weights that are in place; requests in flight freeze, so each token has one."""
         async with self._turn("update_weight_version"), contextlib.AsyncExitStack() as stack:

@@ -64,6 +64,7 @@ class BroadcastInitInfo(base.WeightTransferInitInfo):
     timeout_s: float = 60.0  # within which all must have joined
     interface: str | None = None  # None takes the one that reaches the trainer
     group_id: int = 0  # part of its pushes' ids, so that other groups' differ
+    shared_bytes: int = 0  # of the trainer's memory, if its buckets are read there
     # time.monotonic() of this host after which nothing waits for the worker: a call that an engine
     # comes to later, because it was stopped, is not begun.
     deadline: float = math.inf
@@ -142,7 +143,11 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
 
     @property
     def takes_direct(self) -> bool:
-        return self._planned is not None and self._planned.whole_targets is not None
+        return (
+            self._planned is not None
+            and self._planned.whole_targets is not None
+            and (self._group is None or self._group.memory is None)
+        )
 
     @property
     def rank_in_replica(self) -> int:
@@ -157,9 +162,11 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         if deadline.passed:
             raise TransferError("this worker came too late to the rendezvous")
         address, port = init_info.master_address, init_info.master_port
-        rendezvous = Rendezvous(address, port, init_info.world_size, init_info.interface)
-        rank = init_info.rank_offset + self.rank_in_replica
-        group = BroadcastGroup.join(rendezvous, rank, self.device, timeout_s=deadline.left_s)
+        rendezvous = Rendezvous(
+            address, port, init_info.world_size, init_info.interface, init_info.shared_bytes
+        )
+        rank, kind = init_info.rank_offset + self.rank_in_replica, rendezvous.kind
+        group = kind.join(rendezvous, rank, self.device, timeout_s=deadline.left_s)
         group.connect(timeout_s=max(deadline.left_s, 1.0))
         self._group, self._group_id = group, init_info.group_id
 
@@ -175,7 +182,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         if self.arena is not None:
             self._staged_plan = self._planned.redirected(self.arena.counterpart)
         if not self.takes_direct:
-            self._buffers = buckets.make_buffers(self._layout, self.device)
+            self._make_buffers(self._layout)
             for plan in filter(None, (self._planned, self._staged_plan)):
                 self._bound[plan] = buckets.bound_buckets(plan.copies, self._layout, self._buffers)
 
@@ -358,6 +365,8 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     def shutdown(self) -> None:
         """Leaves the group; the trainer notices if it is still sending. Idempotent."""
         if self._group is not None:
+            if self._group.memory is not None:  # which the buffers are in
+                self._buffers, self._bound = [], {}
             self._group.close()
             self._group = None
 
@@ -391,11 +400,15 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
 
+    def _make_buffers(self, layout: buckets.BucketLayout) -> None:
+        memory = None if self._group is None else self._group.memory
+        self._buffers = buckets.make_buffers(layout, self.device, memory)
+
     def _transfer(self, take: Take, deadline: float, poll_s: float = SPIN_S) -> None:
         """Passes the buckets to ``take`` as they arrive, and waits for the end."""
         group, layout = self._ready()
         if not self._buffers:
-            self._buffers = buckets.make_buffers(layout, self.device)
+            self._make_buffers(layout)
         arrivals = buckets.receive_buckets(group, layout, self._buffers, deadline=deadline)
         with group.side_stream():
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import time
 import traceback
 from pathlib import Path
@@ -464,8 +463,6 @@ class SyncWorkerExtension:
             own = parallel.data_parallel_index * parallel.world_size + parallel.rank
             update_info = update_info[own]
         info = dict(update_info)
-        if "ipc_handles_bytes" in info:  # from this library's own trainer side
-            info["ipc_handles"] = pickle.loads(info.pop("ipc_handles_bytes"))
         parsed = engine.parse_update_info(dict(info))
         if isinstance(engine, BroadcastReceiver):
             deadline = engine.await_weights(parsed)

@@ -16,13 +16,7 @@ from torchrl_vllm_sync.weights.ipc import IPCTransport
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import (
-    WeightSource,
-    current_device,
-    device_uuid,
-    tensors_of,
-    visible_gpus,
-)
+from torchrl_vllm_sync.weights.source import WeightSource, current_device, device_uuid, tensors_of
 from torchrl_vllm_sync.weights.transport import failed, reason_of
 
 if TYPE_CHECKING:
@@ -50,12 +44,12 @@ def choose_transport(
 ) -> TransportName:
     """Names the transport that moves weights from ``trainer`` to all ``engines``.
 
-    In this order: ``ipc`` if an engine uses the trainer's GPU, and this process sees the GPUs of
-    all; ``p2p`` if all are on the trainer's node, on CPUs as it is or on GPUs that its own reaches,
-    and have reserved memory that can be written to; ``broadcast`` if all are on GPUs of their own;
-    ``memmap`` if all are on the trainer's node, whose shared memory they see; ``broadcast`` over
-    Gloo if all are on CPUs. Whether GPUs reach each other is only asked of those that this process
-    sees.
+    In this order: ``ipc`` if an engine is on the trainer's GPU, and all are on GPUs of its node
+    that reach it; ``p2p`` if all are on the trainer's node, on CPUs as it is or on GPUs that its
+    own reaches, and have reserved memory that can be written to; ``broadcast`` if all are on GPUs
+    of their own; ``memmap`` if all are on the trainer's node, whose shared memory they see;
+    ``broadcast`` over Gloo if all are on CPUs. Whether GPUs reach each other is only asked of those
+    that this process sees.
 
     Args:
         trainer: Where the trainer's weights are.
@@ -71,13 +65,14 @@ def choose_transport(
     kinds = {one.device_type for one in [trainer, *places]}
     on_gpus = places and kinds == {"cuda"}
     used = set(itertools.chain(*(one.device_uuids for one in places)))
-    if on_gpus and own & used and used <= own | visible_gpus().keys():
+    is_local = all(one.node_id == trainer.node_id for one in places)
+    if on_gpus and own & used and is_local and not _unreachable(own, used - own):
         return "ipc"
     if places and not why_not_p2p(trainer, engines):
         return "p2p"
     if on_gpus and not any(own & set(one.device_uuids) for one in places):
         return "broadcast"
-    if all(one.node_id and one.node_id == trainer.node_id for one in places):
+    if is_local and trainer.node_id:
         return "memmap"
     if kinds == {"cpu"}:
         return "broadcast"
@@ -110,7 +105,8 @@ def why_not_p2p(trainer: Place, engines: Mapping[str, Place | EngineDescription]
 
 def _unreachable(own: set[str], others: Iterable[str]) -> str:
     """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
-    visible = visible_gpus()
+    gpus = range(torch.cuda.device_count())
+    visible = {device_uuid(torch.device("cuda", index)): index for index in gpus}
     for other in visible.keys() & others:
         for mine in visible.keys() & own:
             if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):

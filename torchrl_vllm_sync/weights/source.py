@@ -25,6 +25,7 @@ from torchrl_vllm_sync.weights.module import (
     same_values,
     whole,
 )
+from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.sharded import Renaming, ShardedModuleSource, is_sharded
 
 HEAD = "lm_head.weight"
@@ -347,12 +348,6 @@ def device_uuid(device: torch.device) -> str:
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
-def visible_gpus() -> dict[str, torch.device]:
-    """Returns the GPUs that this process may use, by UUID."""
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return {device_uuid(one): one for one in gpus}
-
-
 def device_name(device: torch.device) -> str:
     """Returns a GPU's name, or how many cores of a CPU this process may use."""
     if device.type == "cuda":
@@ -402,3 +397,15 @@ def sending_device(
         + ("CUDA device" if gpu else "kind of device")
         + f", and {where}: use the memmap transport"
     )
+
+
+def require_one_host(transport: str, engines: Mapping[str, Any]) -> None:
+    """Refuses engines on other hosts than this process."""
+    here = this_node()
+    for name, one in engines.items():
+        if one.node_id != here:
+            raise UnsupportedArgumentError(
+                f"the {transport} transport needs trainer and engines on one host, and replica "
+                f"{name} is on {one.node_id or 'an unknown one'}, the trainer on {here}: use the "
+                "broadcast transport"
+            )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchrl_vllm_sync.errors import WeightMismatchError
-from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup, Watch, left_s
+from torchrl_vllm_sync.weights.broadcast.group import NUM_BUFFERS, BroadcastGroup, Watch, left_s
 from torchrl_vllm_sync.weights.module import ParamMeta, checked, metadata_digest, storage_key
+from torchrl_vllm_sync.weights.p2p.memory import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -255,17 +256,28 @@ class BoundBucket:
 
 # ---- Sending and receiving: one bucket is packed while another is on its way
 #
-# A few buffers are used in turn. On CUDA nothing here waits on the host: the order of work on the
+# NUM_BUFFERS are used in turn. On CUDA nothing here waits on the host: the order of work on the
 # group's stream lets a buffer be packed after its broadcast, and received into after its unpacking.
 
-NUM_BUFFERS = 3
+
+def room_for(bucket_bytes: int) -> int:
+    """Returns how many bytes a memory must have for the buffers of such buckets."""
+    return NUM_BUFFERS * _aligned(bucket_bytes)
 
 
-def make_buffers(layout: BucketLayout, device: torch.device) -> list[torch.Tensor]:
-    return [
-        torch.empty(layout.bucket_bytes, dtype=torch.uint8, device=device)
-        for _ in range(min(NUM_BUFFERS, len(layout.buckets)))
-    ]
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def make_buffers(
+    layout: BucketLayout, device: torch.device, memory: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Makes buffers, or finds them in a memory."""
+    size, number = layout.bucket_bytes, min(NUM_BUFFERS, len(layout.buckets))
+    if memory is not None:
+        starts = range(0, number * _aligned(size), _aligned(size) or 1)
+        return [memory[start:][:size] for start in starts]
+    return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(number)]
 
 
 def send_buckets(

@@ -24,12 +24,22 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, ProcessGro
 
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.weights.p2p.memory import (
+    Handover,
+    HostMemory,
+    HostRange,
+    hand_over,
+    new_memory,
+    new_range,
+)
 
 # Raises when a wait has become pointless; called now and then while it lasts.
 Watch = Callable[[], None] | None
 
 logger = logging.getLogger(__name__)
 
+# Buckets that are under way at once, each in a buffer.
+NUM_BUFFERS = 3
 # Seconds between looks at what is waited for, and at whether peers are alive.
 SPIN_S = 50e-6
 WATCH_S = 0.05
@@ -152,6 +162,11 @@ class Rendezvous:
     # Network interface to use, of this name on every host; `None` takes the one that reaches
     # `address`. NCCL keeps to the one that a process has used first.
     interface: str | None = None
+    shared_bytes: int = 0  # of the trainer's memory that all read: a `SharedGroup`, if any
+
+    @property
+    def kind(self) -> type[BroadcastGroup]:
+        return SharedGroup if self.shared_bytes else BroadcastGroup
 
 
 def free_port(address: str) -> int:
@@ -212,6 +227,7 @@ class BroadcastGroup:
         self.rank, self.rendezvous, self.device = rank, rendezvous, device
         self._store: BoundedStore | None = store
         self._group: Any = None  # of torch's own kinds, whose type stubs lack most methods
+        self.memory: torch.Tensor | None = None  # for buckets, where that is not each rank's own
         self._under_way: deque[dist.Work] = deque()  # with Gloo
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
@@ -275,14 +291,17 @@ class BroadcastGroup:
                 raise
             raise TransferError(f"the group could not be formed: {error}") from error
 
-    def _meet(self, deadline: float, watch: Watch) -> None:
-        is_nccl = self._stream is not None
-        if is_nccl and is_held_to_one_channel():
-            self.store.set(ONE_CHANNEL, "1")
+    def _arrive(self, deadline: float, watch: Watch) -> None:
         if self.store.add(f"rank/{self.rank}", 1) > 1:
             raise TransferError(f"rank {self.rank} of the group is taken already")
         keys = [f"rank/{rank}" for rank in range(self.rendezvous.world_size)]
         self.await_keys(keys, deadline, "come to the rendezvous in time", watch)
+
+    def _meet(self, deadline: float, watch: Watch) -> None:
+        is_nccl = self._stream is not None
+        if is_nccl and is_held_to_one_channel():
+            self.store.set(ONE_CHANNEL, "1")
+        self._arrive(deadline, watch)
         # One value is broadcast, so that later waits are for data only.
         word = torch.full((1,), float(self.rank == TRAINER_RANK), device=self.device)
         interface = self.rendezvous.interface
@@ -462,3 +481,85 @@ class BroadcastGroup:
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(**at, lazy_init=False)]
         return ProcessGroupGloo(store, self.rank, world_size, options)
+
+
+class SharedGroup(BroadcastGroup):
+    """One of ranks on one host: all read the buckets where the trainer fills them.
+
+    They count, in memory of the host, how many the trainer has filled, and how many each other rank
+    has read.
+    """
+
+    def _meet(self, deadline: float, watch: Watch) -> None:
+        at = self.rendezvous
+        num_counts = at.world_size * torch.int64.itemsize
+        with contextlib.ExitStack() as opened:
+            if self.rank == TRAINER_RANK:
+                self._arrive(deadline, watch)
+                counts, memory = HostMemory(num_counts), new_memory(at.shared_bytes, self.device)
+                for rank in range(1, at.world_size):
+                    path, given = self.store.get(f"door/{rank}").decode(), counts.export()
+                    hand_over(path, {}, given + memory.export(), left_s(deadline))
+            else:
+                with contextlib.closing(Handover()) as door:
+                    self.store.set(f"door/{self.rank}", door.path)
+                    self._arrive(deadline, watch)
+                    _, (first, *others) = door.take(deadline, self.raise_if_given_up)
+                counts = new_memory(num_counts, torch.device("cpu"), [first])
+                memory = new_memory(at.shared_bytes, self.device, others)
+            for one in (counts, memory):
+                opened.callback(one.close)
+            within = HostRange(num_counts), new_range(at.shared_bytes, self.device)
+            for one, shown in zip(within, (counts, memory), strict=True):
+                opened.callback(one.close)
+                one.show(shown)
+            self._counts = within[0].data[:num_counts].view(torch.int64)
+            self._number, self.memory = 0, within[1].data
+            self._group = opened.pop_all()
+
+    def broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> Any:
+        """Counts a bucket that is filled; on others all that this one takes the place of."""
+        del tensor
+        if self._group is None:
+            raise TransferError(CLOSED)
+        self._number, deadline = self._number + 1, time.monotonic() + timeout_s
+        if self.rank == TRAINER_RANK:
+            super().synchronize(deadline=deadline)
+            self._counts[TRAINER_RANK] = self._number
+        elif self._number > NUM_BUFFERS:
+            super().synchronize(deadline=deadline)
+            self._counts[self.rank] = self._number - NUM_BUFFERS
+        return self._number, deadline
+
+    def wait(self, work: Any, watch: Watch = None) -> None:
+        """Waits until a bucket is filled; on the trainer, until all have read it."""
+        number, deadline = work
+        others = self._counts[1:] if self.rank == TRAINER_RANK else self._counts[:1]
+
+        def look() -> None:
+            if watch is not None:
+                watch()
+            if self.rank != TRAINER_RANK:
+                self.raise_if_given_up()
+            elif self.was_left:
+                raise TransferError("a worker left the group during a transfer")
+
+        if not wait_until(lambda: int(others.min()) >= number, deadline, look):
+            raise TransferError("the transfer did not end in time")
+
+    def synchronize(self, *, deadline: float, watch: Watch = None, poll_s: float = SPIN_S) -> None:
+        super().synchronize(deadline=deadline, watch=watch, poll_s=poll_s)
+        if self._group is not None and self.rank != TRAINER_RANK:
+            self._counts[self.rank] = self._number
+
+    def abort(self) -> None:
+        """Gives the memory back: it is neither written nor read any more."""
+        opened, self._group = self._group, None
+        if opened is None:
+            return
+        if self.rank == TRAINER_RANK and self._store is not None:
+            self._store.set(GIVEN_UP, "1")
+        if self._stream is not None:
+            self._stream.synchronize()  # copies of one bucket at most
+        self.memory = None
+        opened.close()

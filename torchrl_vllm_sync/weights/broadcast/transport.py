@@ -78,6 +78,7 @@ class BroadcastTransport:
     name = "broadcast"
     is_collective = True
     last_version = 0  # it stores none
+    _shared_bytes = 0
 
     def __init__(
         self,
@@ -142,10 +143,14 @@ class BroadcastTransport:
                 return
             self._leave()
         described = members.describe()
+        self._check(described)
         device = sending_device(self.name, described, source, self._given_device)
         while not self._form(members, described, device):
             pass
         self._announced, self._views, self._bound, self._buffers = None, None, None, []
+
+    def _check(self, engines: Mapping[str, EngineDescription]) -> None:
+        """Refuses engines that this transport does not reach."""
 
     def _form(
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
@@ -159,11 +164,13 @@ class BroadcastTransport:
             ranks[name] = range(first, world_size)
         address, port = members.client.rendezvous
         group_id, limit_s = secrets.randbits(GROUP_ID_BITS), self._join_timeout_s
-        wanted = Rendezvous(address, port or 0, world_size, self._interface)
-        group = BroadcastGroup.host(wanted, device, timeout_s=limit_s)
+        wanted = Rendezvous(
+            address, port or 0, world_size, self._interface, shared_bytes=self._shared_bytes
+        )
+        group = wanted.kind.host(wanted, device, timeout_s=limit_s)
         shared: dict[str, Any] = {"world_size": world_size, "interface": self._interface}
         shared |= {"master_address": address, "master_port": group.rendezvous.port}
-        shared |= {"group_id": group_id}
+        shared |= {"group_id": group_id, "shared_bytes": self._shared_bytes}
         infos = {name: ({**shared, "rank_offset": own[0]},) for name, own in ranks.items()}
         calls = members.client.start_calls("join_broadcast", infos, timeout_s=limit_s)
         try:
@@ -329,7 +336,8 @@ class BroadcastTransport:
     ) -> Iterator[object]:
         """Returns what fills a bucket a step; planned once for tensors that stay in place."""
         if not self._buffers:
-            self._buffers, self._bound = buckets.make_buffers(layout, device), None
+            memory = None if self._group is None else self._group.memory
+            self._buffers, self._bound = buckets.make_buffers(layout, device, memory), None
         if self._views is None:
             return buckets.streamed(layout, self._buffers, source, device)
         self._bound = self._bound or buckets.bound_views(layout, self._buffers, self._views)

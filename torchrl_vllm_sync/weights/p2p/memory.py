@@ -370,7 +370,7 @@ def hand_over(
             while watch is not None and not _readable(connection, POLL_S):  # at the end it is
                 watch()
     except OSError as error:
-        raise TransferError(f"the trainer did not take a worker's memory: {error}") from error
+        raise TransferError(f"memory was not taken at the other end: {error}") from error
     finally:
         for one in descriptors:
             os.close(one)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_vllm_sync.checks import Deadline, first_few
-from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
+    require_one_host,
     sending_device,
     sharded_of,
     views_of,
@@ -156,14 +157,8 @@ class P2PTransport:
                 self._drop(name)
         if not members.incarnations.keys() - self._joined.keys():
             return
-        engines, here = members.describe(), this_node()
-        for name, one in engines.items():
-            if one.node_id != here:
-                raise UnsupportedArgumentError(
-                    f"the p2p transport needs trainer and engines on one host, and replica {name} "
-                    f"is on {one.node_id or 'an unknown one'}, the trainer on {here}: use the "
-                    "broadcast transport"
-                )
+        engines = members.describe()
+        require_one_host(self.name, engines)
         self._device = sending_device(self.name, engines, source, self._given_device)
         self._handover = self._handover or Handover()
 
