@@ -20,7 +20,7 @@ from tests.engine.faults import DozingActor, engine_core_pid
 from tests.engine.requests import endless, eventually, num_running, sampling
 from tests.engine.test_rollouts import ROWS, length, make_collector
 from tests.engine.trainers import Trainer
-from torchrl_vllm_sync import AsyncVLLM, QueueLengthScaling, ReplicaState
+from torchrl_vllm_sync import AsyncVLLM, IPCTransport, QueueLengthScaling, ReplicaState
 from torchrl_vllm_sync.errors import (
     TransferNotReadyError,
     UnsupportedArgumentError,
@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def shared(cluster, checkpoint):
     how = {**ENGINE, "max_restarts": 9, "actor_class": DozingActor}
+    how["worker_extension_cls"] = "tests.engine.plain_worker.PlainWorker"  # others copy from it
     with AsyncVLLM.from_pretrained(checkpoint, num_replicas=3, colocate=True, **how) as service:
         yield service
 
@@ -118,7 +119,7 @@ def hold(actors, point, files):
 @pytest.fixture(scope="module")
 def trainer(shared, checkpoint):
     """One in a process of its own, not that which restarts replicas; and a model like its own."""
-    return Trainer.remote(shared, checkpoint, memmap=True), load_tiny_model(checkpoint)
+    return Trainer.remote(shared, checkpoint, transport=IPCTransport()), load_tiny_model(checkpoint)
 
 
 @pytest.mark.parametrize("phase", ["asleep", "weights", "label", "kv_cache", "sleep"])

@@ -59,10 +59,10 @@ def test_pushes_reach_every_replica_and_no_memory_is_left(faulty, trained):  # n
 @pytest.mark.parametrize("at", ["ready", 4])
 def test_a_trainer_killed_in_mid_push_leaves_no_mixture(
     faulty,
-    trained,
+    trained,  # noqa: F811
     untied_checkpoint,
     tmp_path,
-    at,  # noqa: F811
+    at,
 ):
     marker, before = tmp_path / "marker", faulty.weight_version
     trainer = Trainer.remote(

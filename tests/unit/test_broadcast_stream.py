@@ -379,6 +379,14 @@ def test_a_trainer_that_is_not_there_is_named():
         BroadcastGroup.join(where, 1, CPU, timeout_s=1)
 
 
+def test_a_worker_does_not_wait_for_a_trainer_that_was_there_and_is_gone():
+    where = dataclasses.replace(host(world_size=2).rendezvous, is_hosted=True)
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="cannot reach the trainer"):
+        BroadcastGroup.join(where, 1, CPU, timeout_s=60)
+    assert time.monotonic() - begin < 10
+
+
 def test_a_taken_port_is_named():
     trainer = host(world_size=2)
     port = trainer.rendezvous.port

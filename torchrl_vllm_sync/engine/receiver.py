@@ -66,7 +66,7 @@ class BroadcastInitInfo(base.WeightTransferInitInfo):
     group_id: int = 0  # part of its pushes' ids, so that other groups' differ
     shared_bytes: int = 0  # of the trainer's memory, if its buckets are read there
     # time.monotonic() of this host after which nothing waits for the worker: a call that an engine
-    # comes to later, because it was stopped, is not begun.
+    # comes to later, because it was stopped, is not begun. Where it is given the store is there.
     deadline: float = math.inf
 
 
@@ -163,7 +163,12 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             raise TransferError("this worker came too late to the rendezvous")
         address, port = init_info.master_address, init_info.master_port
         rendezvous = Rendezvous(
-            address, port, init_info.world_size, init_info.interface, init_info.shared_bytes
+            address,
+            port,
+            init_info.world_size,
+            init_info.interface,
+            init_info.shared_bytes,
+            is_hosted=init_info.deadline < math.inf,
         )
         rank, kind = init_info.rank_offset + self.rank_in_replica, rendezvous.kind
         group = kind.join(rendezvous, rank, self.device, timeout_s=deadline.left_s)

@@ -163,6 +163,7 @@ class Rendezvous:
     # `address`. NCCL keeps to the one that a process has used first.
     interface: str | None = None
     shared_bytes: int = 0  # of the trainer's memory that all read: a `SharedGroup`, if any
+    is_hosted: bool = False  # whether the store was there before anybody was told of it
 
     @property
     def kind(self) -> type[BroadcastGroup]:
@@ -198,8 +199,9 @@ def _await_listener(at: Rendezvous, deadline: float) -> None:
     while True:
         try:
             return socket.create_connection((at.address, at.port), left_s(deadline)).close()
-        except OSError:
-            if deadline - time.monotonic() < CONNECT_POLL_S:
+        except OSError as error:
+            is_gone = at.is_hosted and isinstance(error, ConnectionRefusedError)
+            if is_gone or deadline - time.monotonic() < CONNECT_POLL_S:
                 raise
         time.sleep(CONNECT_POLL_S)
 
