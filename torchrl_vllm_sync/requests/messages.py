@@ -7,6 +7,7 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, islice, pairwise
@@ -17,8 +18,6 @@ import numpy as np
 from torchrl_vllm_sync.errors import VersionSpanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from vllm import RequestOutput
 
 

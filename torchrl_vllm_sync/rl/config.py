@@ -9,21 +9,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import ConfigError
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
 
 TINY = "tiny"
 # Other keys of TorchRL's recipes (0.14), each with the only value that is taken. What may be

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from concurrent.futures import wait as wait_for
 from functools import partial
 from types import SimpleNamespace
@@ -19,18 +20,16 @@ from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, ReplicaState
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import marks
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 from torchrl_vllm_sync.service.replicas import Membership, ReplicaCalls, Replicas, ServiceSettings
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm import LLM, RequestOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 
 REPLICA_ID = "0"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
@@ -21,9 +22,11 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
     WeightSyncError,
 )
+from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.rl.updater import CollectorVersions, WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
+from torchrl_vllm_sync.weights.auto import TransportName
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.module import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import LayoutName
@@ -34,13 +37,6 @@ from torchrl_vllm_sync.weights.snapshots.transport import (
 )
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, PushOptions, WeightTransport
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.weights.auto import TransportName
-
 
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.
 ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"

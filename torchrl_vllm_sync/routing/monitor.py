@@ -10,10 +10,11 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from inspect import ismethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray._private import worker
@@ -21,11 +22,7 @@ from ray.exceptions import RayError
 
 from torchrl_vllm_sync.errors import loss
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 logger = logging.getLogger(__name__)
 
