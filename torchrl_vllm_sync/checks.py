@@ -8,15 +8,13 @@ import math
 import reprlib
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 # Seconds for what a caller of a service waits for, unless told otherwise.
 DEFAULT_TIMEOUT_S = 300.0

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from torchrl_vllm_sync.errors import ConfigError, ServiceClosedError, SyncError
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from rich.console import Console
 
 

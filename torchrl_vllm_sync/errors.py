@@ -5,13 +5,12 @@ Every constructor stores exactly its arguments in ``args``, so that instances su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync.replica import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ray.exceptions import RayError
 
 

@@ -6,19 +6,16 @@ Nothing is downloaded, and neither vLLM nor Ray is imported.
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "Architecture",

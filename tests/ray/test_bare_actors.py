@@ -16,7 +16,7 @@ from torchrl_vllm_sync.replica import EngineReport, Replica  # noqa: E402
 from torchrl_vllm_sync.routing.balancer import LoadBalancer  # noqa: E402
 from torchrl_vllm_sync.routing.ledger import LoadTracker  # noqa: E402
 from torchrl_vllm_sync.routing.monitor import (  # noqa: E402
-    BareActorReader,
+    BareActorMonitor,
     LoadMonitor,
     staying_connected,
 )
@@ -137,12 +137,11 @@ def test_figure_whose_call_fails_stays_unknown(fake_engine, balancer_of):
 def test_hung_actor_delays_nobody_and_is_not_asked_twice(fake_engine, caplog):
     actors = [fake_engine.remote(1), fake_engine.remote(2)]
     tracker = LoadTracker(["a", "b"], state=ReplicaState.SERVING)
-    monitor = LoadMonitor(
+    monitor = BareActorMonitor(
         tracker,
         lambda: [Replica("a", actors[0]), Replica("b", actors[1])],
         interval_s=INTERVAL_S,
         timeout_s=0.3,
-        read=BareActorReader(),
     )
 
     def told():
@@ -256,7 +255,7 @@ def test_ray_is_not_shut_down_in_the_middle_of_a_question():
     ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level=logging.ERROR)
     begun, connected = threading.Event(), []
 
-    class Slow:
+    class Slow(LoadMonitor):
         def ask(self, replica):
             begun.set()
             time.sleep(1.0)
@@ -266,9 +265,7 @@ def test_ray_is_not_shut_down_in_the_middle_of_a_question():
         def read(self, replica_id, answers):
             raise TypeError("no report")
 
-    monitor = LoadMonitor(
-        LoadTracker(["0"]), lambda: [Replica("0", None)], interval_s=INTERVAL_S, read=Slow()
-    )
+    monitor = Slow(LoadTracker(["0"]), lambda: [Replica("0", None)], interval_s=INTERVAL_S)
     monitor.start()
     assert begun.wait(10)
     ray.shutdown()

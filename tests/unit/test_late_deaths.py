@@ -14,7 +14,7 @@ from torchrl_vllm_sync.service.fleet import Fleet
 
 class Actor:
     def __init__(self):
-        self.report = SimpleNamespace(remote=lambda: None)
+        self.report = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: None))
 
 
 class Calls:

@@ -15,7 +15,7 @@ from torchrl_vllm_sync import LoadBalancer, ReplicaState
 from torchrl_vllm_sync.errors import LaunchError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport, Replica, Silence
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor, ReportReader, _Ask
+from torchrl_vllm_sync.routing.monitor import BareActorMonitor, LoadMonitor, _Ask
 from torchrl_vllm_sync.service.launch import _check_block_sizes
 
 SERVING, FAILED = ReplicaState.SERVING, ReplicaState.FAILED
@@ -412,7 +412,7 @@ def test_a_replica_that_was_closed_has_not_failed(owed):
 
 
 def test_readers_tell_an_answer_from_a_failure():
-    own, bare = ReportReader(), BareActorReader()
+    own, bare = (kind(LoadTracker([]), list) for kind in (LoadMonitor, BareActorMonitor))
     assert own.read("0", [report(num_running=1)]).num_running == 1
     with pytest.raises(ZeroDivisionError):
         own.read("0", [ZeroDivisionError()])

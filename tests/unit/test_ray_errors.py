@@ -126,16 +126,14 @@ async def test_a_stream_of_a_lost_replica_goes_on_elsewhere(error):
 
 
 @each_loss
-def test_an_answer_of_a_lost_replica_names_it(monkeypatch, error):
-    def get(ref):
-        raise ref
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+def test_an_answer_of_a_lost_replica_names_it(error):
     told = []
     raised = RayTaskError("f", "trace", OutOfMemoryError("of a task")).as_instanceof_cause()
     odd = exceptions.RaySystemError("the answer cannot be read")
-    calls = ReplicaCalls({"0": error, "1": raised, "2": odd}, told.append)
+    futures = {name: Future() for name in "012"}
+    for future, one in zip(futures.values(), (error, raised, odd), strict=True):
+        future.set_exception(one)
+    calls = ReplicaCalls(futures, told.append)
     answers = calls.answers(1.0)
     assert isinstance(answers["0"], ReplicaUnavailableError)
     assert answers["0"].replica_id == "0"

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.requests.messages import EngineRequest
 from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.routing.monitor import BareActorReader
+from torchrl_vllm_sync.routing.monitor import BareActorMonitor
 from torchrl_vllm_sync.routing.strategies import PrefixIndex
 from torchrl_vllm_sync.service import requests
 
@@ -332,7 +332,7 @@ def test_a_prompt_of_another_lora_adapter_is_another_prompt(service):
 
 @pytest.mark.parametrize("said", [10**400, float("nan"), -1, True, None, "0.5", ValueError()])
 def test_whatever_a_bare_actor_says_its_report_is_taken(service, said):
-    report = BareActorReader().read("r0", [said, said])
+    report = BareActorMonitor(service.load, list).read("r0", [said, said])
     service.load.observe(report)
     one = service.load.snapshots()[0]
     assert one.num_unfinished == one.kv_cache_usage == (1 if said is True else None)

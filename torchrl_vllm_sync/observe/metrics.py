@@ -7,17 +7,14 @@ import math
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 from torchrl_vllm_sync.checks import check_seconds
 from torchrl_vllm_sync.errors import ServiceClosedError
+from torchrl_vllm_sync.observe.status import ServiceStatus
 from torchrl_vllm_sync.replica import PushReport, ReplicaState, seconds_of
 from torchrl_vllm_sync.routing.monitor import staying_connected
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from torchrl_vllm_sync.observe.status import ServiceStatus
 
 # Names are stable. Prometheus sees them behind the ``ray_`` that Ray puts before all its metrics.
 PREFIX = "torchrl_vllm_sync_"

@@ -7,16 +7,18 @@ import fcntl
 import ipaddress
 import json
 import logging
+import os
 import socket
 import sys
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -24,13 +26,7 @@ import numpy as np
 from torchrl_vllm_sync.checks import Deadline, url_of
 from torchrl_vllm_sync.errors import ServiceClosedError, SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.status import ServiceStatus, finite
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torchrl_vllm_sync.replica import Latency
-
+from torchrl_vllm_sync.replica import Latency
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,14 @@ import json
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_vllm_sync.replica import EngineCounters, Latency, Member, PushReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker, token_rates
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
 
 MAX_PUSHES = 8
 MAX_FAILURES = 16

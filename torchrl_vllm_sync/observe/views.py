@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box, filesize
 from rich.console import Console, Group, RenderableType
@@ -18,14 +20,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
 from torchrl_vllm_sync.replica import LOAD_STEPS, Latency, LoadReport, PushReport, seconds_of
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from torchrl_vllm_sync.observe.status import FailureStatus, ReplicaStatus, ServiceStatus
-
 
 UNKNOWN = "\N{EN DASH}"
 MAX_LENGTH = 300  # of a text

@@ -6,12 +6,9 @@ import asyncio
 import os
 import sys
 import threading
-from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
-    from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 # An interrupted caller waits this long for its coroutine to clean up, and a dropped iterator for

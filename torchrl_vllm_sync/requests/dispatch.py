@@ -7,27 +7,27 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.replica import ReplicaState
-from torchrl_vllm_sync.requests.messages import BegunAnswer, EngineResult, spans_from_starts
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-
-    from torchrl_vllm_sync.replica import Replica
-    from torchrl_vllm_sync.requests.messages import EngineRequest
-    from torchrl_vllm_sync.routing.balancer import Reservation
-    from torchrl_vllm_sync.routing.ledger import LoadTracker
-
-    Reserve = Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]
-    Accept = Callable[[EngineResult], None]
+from torchrl_vllm_sync.replica import Replica, ReplicaState
+from torchrl_vllm_sync.requests.messages import (
+    BegunAnswer,
+    EngineRequest,
+    EngineResult,
+    spans_from_starts,
+)
+from torchrl_vllm_sync.routing.balancer import Reservation
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 logger = logging.getLogger(__name__)
+
+Reserve: TypeAlias = Callable[[Sequence[EngineRequest], Collection[str]], list[Reservation]]
+Accept: TypeAlias = Callable[[EngineResult], None]
 
 _Answer = TypeVar("_Answer")
 

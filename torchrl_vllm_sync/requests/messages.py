@@ -7,6 +7,7 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, islice, pairwise
@@ -17,8 +18,6 @@ import numpy as np
 from torchrl_vllm_sync.errors import VersionSpanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from vllm import RequestOutput
 
 
@@ -417,39 +416,7 @@ def _sample(samples: _Records, at: int, *, has_dicts: bool) -> Any:
     """A ``CompletionOutput`` whose log-probabilities are made when they are looked at."""
     known = samples.attributes(at, logprobs=None)
     del known["logprobs"]
-    return _unread(samples.kind, known, _LogProbs(samples.fields["logprobs"], at, has_dicts))
-
-
-@dataclass(frozen=True, slots=True)
-class _LogProbs:
-    """The log-probabilities of one sample."""
-
-    column: Column
-    at: int
-    has_dicts: bool
-
-    def __call__(self) -> dict[str, Any]:
-        flat = self.column[self.at]
-        return {"logprobs": as_dicts(flat) if self.has_dicts else flat}
-
-    def sampled(self) -> np.ndarray | None:
-        flat = self.column
-        if not isinstance(flat, _Records):
-            return None  # there are none, or some of the requests have not asked for any
-        # The sampled token comes first at each position.
-        starts = flat.fields["start_indices"].array(self.at)
-        return flat.fields["logprobs"].array(self.at)[starts]
-
-    def listed(self, num: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The ``num`` likeliest tokens of each position behind the sampled one, if so many are."""
-        flat = self.column
-        if not isinstance(flat, _Records):
-            return None
-        ids, logprobs = (flat.fields[name].array(self.at) for name in ("token_ids", "logprobs"))
-        shape = len(flat.fields["start_indices"].array(self.at)), num + 1
-        if ids.size != shape[0] * shape[1]:
-            return None
-        return ids.reshape(shape)[:, 1:], logprobs.reshape(shape)[:, 1:]
+    return _unread(samples.kind, known, SampleRow(samples, at, has_dicts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,23 +425,44 @@ class SampleRow:
 
     samples: _Records
     at: int
+    has_dicts: bool = True
 
     @property
     def token_ids(self) -> np.ndarray:
         return self.samples.fields["token_ids"].array(self.at)
 
     @property
-    def unread(self) -> _LogProbs:
-        return _LogProbs(self.samples.fields["logprobs"], self.at, has_dicts=True)
-
-    @property
     def logprobs(self) -> Any:
-        return self.unread()["logprobs"]
+        flat = self.samples.fields["logprobs"][self.at]
+        return as_dicts(flat) if self.has_dicts else flat
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.samples.fields:
             raise AttributeError(name)
         return self.samples.fields[name][self.at]
+
+    def __call__(self) -> dict[str, Any]:
+        return {"logprobs": self.logprobs}
+
+    def sampled(self) -> np.ndarray | None:
+        """The log-probabilities of the tokens, unless some of the requests asked for none."""
+        flat = self.samples.fields["logprobs"]
+        if not isinstance(flat, _Records):
+            return None
+        # The sampled token comes first at each position.
+        starts = flat.fields["start_indices"].array(self.at)
+        return flat.fields["logprobs"].array(self.at)[starts]
+
+    def listed(self, num: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The ``num`` likeliest tokens of each position behind the sampled one, if so many are."""
+        flat = self.samples.fields["logprobs"]
+        if not isinstance(flat, _Records):
+            return None
+        ids, logprobs = (flat.fields[name].array(self.at) for name in ("token_ids", "logprobs"))
+        shape = len(flat.fields["start_indices"].array(self.at)), num + 1
+        if ids.size != shape[0] * shape[1]:
+            return None
+        return ids.reshape(shape)[:, 1:], logprobs.reshape(shape)[:, 1:]
 
 
 def samples_of(output: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -485,16 +473,16 @@ def samples_of(output: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     return output.outputs, vars(output)
 
 
-def _unread_of(sample: Any) -> _LogProbs | None:
+def _row_of(sample: Any) -> SampleRow | None:
+    """The columns of a ``CompletionOutput`` that nobody has read."""
     if isinstance(sample, SampleRow):
-        return sample.unread
+        return sample
     return getattr(sample, "_rest", None) if isinstance(sample, _Unread) else None
 
 
 def sampled_log_probs(sample: Any) -> Sequence[float] | np.ndarray:
     """Log-probabilities of a ``CompletionOutput``'s tokens, if any, which stays unread."""
-    unread = _unread_of(sample)
-    if unread is not None and (found := unread.sampled()) is not None:
+    if (row := _row_of(sample)) and (found := row.sampled()) is not None:
         return found
     positions = zip(sample.logprobs or (), sample.token_ids, strict=False)
     return [entries[token].logprob for entries, token in positions]
@@ -505,8 +493,7 @@ def listed_tokens(sample: Any, num: int) -> tuple[np.ndarray, np.ndarray]:
 
     ``sample`` is a ``CompletionOutput``, asked for ``logprobs=num``, and stays unread.
     """
-    unread = _unread_of(sample)
-    if unread is not None and (found := unread.listed(num)) is not None:
+    if (row := _row_of(sample)) and (found := row.listed(num)) is not None:
         return found
     ids = np.zeros((len(sample.token_ids), num), np.int64)
     logprobs = np.full(ids.shape, -np.inf)

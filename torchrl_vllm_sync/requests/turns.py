@@ -6,11 +6,9 @@ the trainer sees tokens that no engine has sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 _PROBE = "Zyxw"
 

@@ -8,10 +8,11 @@ import json
 import os
 import secrets
 import signal
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from tempfile import TemporaryFile
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -28,12 +29,8 @@ from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.policy import _Answers, _padded, vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, _column, _primer
 from torchrl_vllm_sync.rl.rows import Texts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torchrl_vllm_sync.serve.sessions import Session, SessionRow
-    from torchrl_vllm_sync.service.service import AsyncVLLM
+from torchrl_vllm_sync.serve.sessions import Session, SessionRow
+from torchrl_vllm_sync.service.service import AsyncVLLM
 
 
 def session_rows(sessions: Sequence[Session], policy: vLLMWrapper) -> TensorDict:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -21,14 +22,8 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from torchrl_vllm_sync.checks import shown
 from torchrl_vllm_sync.errors import ConfigError
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
 TINY = "tiny"
-# Other keys of TorchRL's recipes (0.14), each with the only value that is taken. What may be
-# anything is Hydra's own, SGLang's, about actors that this program has not, or of no effect there.
-_ANY = object()
+# Other keys of TorchRL's recipes (0.14), each with the only value that is taken.
 _THEIRS: dict[str, Any] = {
     "env.reasoning": False,
     "model.compile": False,
@@ -41,16 +36,17 @@ _THEIRS: dict[str, Any] = {
     "inference_model.top_p": 1.0,
     "inference_model.include_stop_str_in_output": True,
     "inference_model.compile": False,
-    **dict.fromkeys(("defaults", "hydra", "ref_model", "env.max_steps", "train.exp_name"), _ANY),
-    **dict.fromkeys(("train.buffer_size", "train.sync_iter", "train.checkpoint_frequency"), _ANY),
-    "train.logging_frequency": _ANY,  # each batch is logged
-    **dict.fromkeys(("train.kl_coef_in_loss", "train.kl_to_ref_coeff"), _ANY),
-    **dict.fromkeys(("train_model.lora.dropout", "inference_model.attn_implementation"), _ANY),
-    **{f"inference_model.{one}": _ANY for one in ("enable_fp32_lm_head", "disable_cuda_graph")},
-    "inference_model.disable_piecewise_cuda_graph": _ANY,
-    "inference_model.disable_overlap_schedule": _ANY,
-    **{f"ray.{one}_config": _ANY for one in ("collector", "train_handler", "replay_buffer")},
 }
+# Those that may be anything: Hydra's own, SGLang's, about actors that this program has not, or of
+# no effect there or here.
+_IGNORED = """
+defaults hydra ref_model env.max_steps train.exp_name train.buffer_size train.sync_iter
+train.checkpoint_frequency train.logging_frequency train.kl_coef_in_loss train.kl_to_ref_coeff
+train_model.lora.dropout inference_model.attn_implementation inference_model.enable_fp32_lm_head
+inference_model.disable_cuda_graph inference_model.disable_piecewise_cuda_graph
+inference_model.disable_overlap_schedule ray.collector_config ray.train_handler_config
+ray.replay_buffer_config
+"""
 
 Flag = Annotated[bool, Strict()]
 Natural = Annotated[int, Strict(), Field(ge=0)]
@@ -226,10 +222,10 @@ class GRPOConfig:
                 _merge(tree, read(source))
             except (OSError, ValueError, yaml.YAMLError) as error:
                 problems[key] = f"cannot be read: {error}"
-        for key, only in _THEIRS.items():
+        for key in (*_THEIRS, *_IGNORED.split()):
             *path, name = key.split(".")
             owner = functools.reduce(_section, path, tree)
-            if name in owner and (value := owner.pop(name)) != only and only is not _ANY:
+            if name in owner and (value := owner.pop(name)) != (only := _THEIRS.get(key, value)):
                 problems[key] = f"must be {only}, got {shown(value)}"
         config, wrong = _validated(tree)
         if wrong or problems:

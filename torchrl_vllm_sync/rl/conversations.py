@@ -10,20 +10,16 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from tensordict import NestedKey, TensorDictBase
 
 from torchrl_vllm_sync.requests.turns import Turn
 from torchrl_vllm_sync.rl import rows as keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tensordict import TensorDictBase
-    from tensordict.utils import NestedKey
 
 # Where TorchRL's collectors and its TrajCounter write the number of a row's trajectory.
 TRAJECTORY_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "traj_count")

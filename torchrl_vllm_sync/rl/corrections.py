@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -24,8 +25,6 @@ from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,9 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.rows import ROUTED_EXPERTS
 from torchrl_vllm_sync.weights.module import base_model, unwrap
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextmanager

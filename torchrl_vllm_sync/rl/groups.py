@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -21,10 +22,6 @@ from torchrl.objectives.llm import MCAdvantageSelector as _Selector
 
 from torchrl_vllm_sync.errors import RewardError, RowLayoutError
 from torchrl_vllm_sync.rl.rows import ATTENTION, TOKENS, Columns, Padding, joined
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 # Held while any transform groups rows, so that copies need no lock of their own: buffers call it
 # outside theirs.

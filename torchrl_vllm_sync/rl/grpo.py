@@ -10,9 +10,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_vllm_sync.errors import ConfigError, RunStateError
+from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl import tasks
 from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
 from torchrl_vllm_sync.rl.groups import GroupAdvantage
@@ -35,11 +37,6 @@ from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torchrl_vllm_sync.replica import PushReport
 
 # Decoding in CUDA graphs, without the minute that compiling takes at each start.
 _CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

@@ -7,16 +7,14 @@ token was sampled from. ``tutorials/guides/sampling.md`` has a table of when the
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl.data.llm import History
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_vllm_sync.errors import TokenizerMismatchError, UnsupportedArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 # What vLLM takes for greedy sampling (``vllm/v1/sample/sampler.py``).
 _GREEDY = 1e-5

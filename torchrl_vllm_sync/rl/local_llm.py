@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import wait as wait_for
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,16 @@ from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member, ReplicaState
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import marks
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 from torchrl_vllm_sync.service.replicas import Membership, ReplicaCalls, Replicas, ServiceSettings
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.service.weights import Weights
 from torchrl_vllm_sync.weights.transport import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm import LLM, RequestOutput
 
     from torchrl_vllm_sync.engine.internals import SampleState
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 
 REPLICA_ID = "0"
@@ -102,7 +100,7 @@ class LocalReplicas(Replicas):
 
     def start_calls(
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any
-    ) -> _LocalCalls:
+    ) -> ReplicaCalls:
         """Calls the replica's method and does not wait."""
 
         def call(args: tuple[Any, ...]) -> Any:
@@ -110,7 +108,7 @@ class LocalReplicas(Replicas):
             return run_blocking(answer) if asyncio.iscoroutine(answer) else answer
 
         futures = {name: in_thread("local-llm", partial(call, calls[name])) for name in calls}
-        return _LocalCalls(futures, lambda _: None)
+        return ReplicaCalls(futures, lambda _: None)
 
     def standings(self) -> dict[str, Standing]:
         """The ``LLM`` is there as long as its process is."""
@@ -120,21 +118,6 @@ class LocalReplicas(Replicas):
         """What it is now: another updater may have pushed."""
         self.load.observe(self._replica.report())
         return self.load.snapshots()
-
-
-class _LocalCalls(ReplicaCalls):
-    """Calls under way, whose references are futures of this process."""
-
-    def first_answer(self, deadline_s: float) -> Any:
-        return next(iter(self.answers(deadline_s).good.values()), None)
-
-    def _ready(self, timeout_s: float) -> list[str]:
-        wait_for(self._refs.values(), timeout=timeout_s)
-        return [name for name, one in self._refs.items() if one.done()]
-
-    def _answer(self, replica_id: str) -> Any:
-        future = self._refs[replica_id]
-        return future.exception() or future.result()
 
 
 class _LocalReplica(EngineActor):

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -38,9 +39,6 @@ from torchrl_vllm_sync.errors import (
     is_gone,
 )
 from torchrl_vllm_sync.requests.background import run_blocking, start
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GRACE_S = 30.0  # more than it waits itself, for an actor's answer
 TIMEOUT_S = 3600.0

@@ -6,14 +6,22 @@ import copy
 import itertools
 import logging
 import math
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 import xxhash
-from tensordict import LazyStackedTensorDict, MetaData, NonTensorData, TensorDict, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    MetaData,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
 from torchrl.data.llm import History
 from torchrl.modules.llm import vLLMWrapper as _TorchRLWrapper
 from torchrl.modules.llm.policies import vllm_wrapper as _torchrl
@@ -38,12 +46,6 @@ from torchrl_vllm_sync.rl import guards
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.rows import Texts, objects, sections
 from torchrl_vllm_sync.service.service import AsyncVLLM
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Sequence
-
-    from tensordict import TensorDictBase
-
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,17 @@ import os
 import threading
 import warnings
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
 import xxhash
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import ReplayBuffer, Unbounded
 from torchrl.envs import StepCounter, Transform, TransformedEnv
@@ -37,17 +38,9 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.requests.background import start
 from torchrl_vllm_sync.rl.guards import check_tokenizers, named
-from torchrl_vllm_sync.rl.pacing import Pacer
+from torchrl_vllm_sync.rl.pacing import Pacer, Ticket
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, Texts, joined
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
-
-    from tensordict import TensorDictBase
-
-    from torchrl_vllm_sync.rl.pacing import Ticket
 
 _NUMBERS = itertools.count()
 

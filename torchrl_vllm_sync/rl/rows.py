@@ -8,17 +8,19 @@ have one shape in all rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
     MetaData,
+    NestedKey,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -32,11 +34,6 @@ from tensordict.utils import LinkedList
 from torch.nn.functional import pad
 
 from torchrl_vllm_sync.errors import RowLayoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tensordict import NestedKey
 
 # Entries that ``vLLMWrapper`` adds to TorchRL's, whose dtypes, shapes and meanings it documents.
 POLICY_VERSION = "policy_version"

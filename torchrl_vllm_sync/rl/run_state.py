@@ -13,8 +13,9 @@ import json
 import os
 import random  # noqa: TID251  its state is the user's
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +27,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
+from torchrl_vllm_sync.rl.pacing import Pacer
+from torchrl_vllm_sync.rl.rollouts import RolloutCollector
+from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torchrl_vllm_sync.rl.pacing import Pacer
-    from torchrl_vllm_sync.rl.rollouts import RolloutCollector
-    from torchrl_vllm_sync.rl.updater import WeightUpdater
 
 FORMAT, ABOUT, MODEL = 1, "run.json", "model"
 SAVED, UNFINISHED = "step-", ".step-"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
@@ -21,26 +22,17 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
     WeightSyncError,
 )
+from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.rl.updater import CollectorVersions, WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
+from torchrl_vllm_sync.weights.auto import TransportName
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.module import ParamMeta
 from torchrl_vllm_sync.weights.snapshots.files import LayoutName
-from torchrl_vllm_sync.weights.snapshots.transport import (
-    MemmapTransport,
-    PublishReport,
-    SnapshotWriter,
-)
+from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport, PublishReport
 from torchrl_vllm_sync.weights.source import as_weight_source, fit_to_model
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, PushOptions, WeightTransport
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.weights.auto import TransportName
-
 
 # Name to dtype and full shape, as ``torchrl.weight_update.llm.get_model_metadata`` returns them.
 ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
@@ -57,7 +49,6 @@ class VLLMWeightSender(WeightUpdater):
         self._scheme = scheme
         self._model: weakref.ref[Any] | None = None
         self._connected = False
-        self._writer: SnapshotWriter | None = None
 
     def register_model(self, model: Any) -> None:
         """Makes ``model`` what :meth:`update_weights` sends when it is given nothing."""
@@ -100,7 +91,6 @@ class VLLMWeightSender(WeightUpdater):
             return
         self._scheme.check_service(service)
         meeting_point = self._scheme.meeting_point(service)
-        self._close_writer()  # in whose place the transport is
         self.service = service
         try:
             self.open(**meeting_point)
@@ -113,8 +103,7 @@ class VLLMWeightSender(WeightUpdater):
         self, weights: Any = None, *, version: int | None = None
     ) -> PushReport | PublishReport:
         """Brings every replica, and every registered collector, to new weights; or stores them."""
-        directory = self._scheme.remote_addr
-        if not self._connected and directory is None:
+        if not self._connected and self._scheme.remote_addr is None:
             raise TransferNotReadyError(
                 "the sender is not connected: call init_all_workers_group, or use a collector"
             )
@@ -125,13 +114,13 @@ class VLLMWeightSender(WeightUpdater):
         if weights is None:
             why = "no model was registered" if self._model is None else "the model is gone"
             raise TransferNotReadyError(f"there is nothing to send: {why}")
-        if self._connected or directory is None:
+        if self._connected:
             return self.push_weights(weights, version=version)
         source = as_weight_source(weights)
-        if self._writer is None:
-            self._writer = SnapshotWriter(directory, layout=self._scheme.layout)
-        version = (self._writer.last_version or 0) + 1 if version is None else version
-        return self._writer.publish(source, source.metadata(), version)
+        transport: Any = self._transport  # by a directory, which has no need of replicas
+        transport.open(None)
+        version = transport.last_version + 1 if version is None else version
+        return transport._open_writer().publish(source, source.metadata(), version)
 
     def send_weights(self, weights: Any) -> None:
         """The same as :meth:`update_weights`, as a ``TransportBackend`` of TorchRL's."""
@@ -142,14 +131,8 @@ class VLLMWeightSender(WeightUpdater):
 
     def shutdown(self) -> None:
         """Closes the transport and forgets the service and the collectors; idempotent."""
-        self._close_writer()
         self.disconnect()
         self._connected = False
-
-    def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
 
 
 def find_service(engine: Any) -> AsyncVLLM | LocalLLM:
@@ -265,7 +248,6 @@ class ServiceScheme(_TorchRLScheme):
     _receiver_type: type[VLLMWeightReceiver] = VLLMWeightReceiver
     # Where a sender that is not connected stores weights; ``None`` is nowhere.
     remote_addr: str | None = None
-    layout: LayoutName = "slots"
     # What a scheme may expect of the service; ``None`` expects nothing.
     num_replicas: int | None = None
     gpus_per_replica: int | None = None
@@ -541,7 +523,7 @@ class VLLMDoubleBufferSyncScheme(ServiceScheme):
         self.remote_addr = _as_directory("remote_addr", remote_addr)
         self.local_addr = _as_directory("local_addr", local_addr)
         self.num_threads = num_threads
-        self.layout = layout
+        self.layout: LayoutName = layout
 
     def new_transport(self) -> MemmapTransport:
         """Returns the transport that the sender pushes through once it is connected."""

@@ -27,6 +27,7 @@ from torchrl.record.loggers.common import Logger
 from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RowLayoutError, UnstampedRowsError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.page import Dashboard, numbers
+from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.corrections import (
     COUNTING,
@@ -38,7 +39,6 @@ from torchrl_vllm_sync.rl.corrections import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_vllm_sync.replica import PushReport
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
 

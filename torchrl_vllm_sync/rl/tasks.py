@@ -12,9 +12,10 @@ import importlib.util
 import itertools
 import re
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, set_list_to_stack
@@ -23,14 +24,10 @@ from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
+from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 from torchrl_vllm_sync.rl.rows import NO_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from torchrl_vllm_sync.rl.policy import vLLMWrapper
-    from torchrl_vllm_sync.service.service import AsyncVLLM
+from torchrl_vllm_sync.service.service import AsyncVLLM
 
 # Other settings than reasoning-gym's own: sums and differences of two numbers of two digits.
 SETTINGS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, MetaData, NestedKey, TensorDict, TensorDictBase
@@ -24,10 +25,6 @@ from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentErro
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
 # Tokens of the two rows by which a model shows whether it keeps packed ones apart.
 _PROBE = 16

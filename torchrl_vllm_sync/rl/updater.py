@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, is_away, is_gone
 from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.weights.adapters import AdapterSource
-from torchrl_vllm_sync.weights.auto import TRANSPORTS
+from torchrl_vllm_sync.weights.auto import TRANSPORTS, TransportName
 from torchrl_vllm_sync.weights.push import FIRST_TIMEOUT_S
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.source import as_weight_source
@@ -34,13 +35,10 @@ from torchrl_vllm_sync.weights.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm import LLM
 
     from torchrl_vllm_sync.rl.local_llm import LocalLLM
     from torchrl_vllm_sync.service.service import AsyncVLLM
-    from torchrl_vllm_sync.weights.auto import TransportName
 
 logger = logging.getLogger(__name__)
 

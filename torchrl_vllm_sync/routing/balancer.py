@@ -17,7 +17,7 @@ from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentErro
 from torchrl_vllm_sync.replica import Replica, ReplicaState
 from torchrl_vllm_sync.routing import strategies
 from torchrl_vllm_sync.routing.ledger import Candidates, LoadSnapshot, LoadTracker
-from torchrl_vllm_sync.routing.monitor import BareActorReader, LoadMonitor
+from torchrl_vllm_sync.routing.monitor import BareActorMonitor
 
 RequestKey: TypeAlias = str | int
 """Names a session or a group; ``1`` and ``"1"`` are different keys."""
@@ -390,10 +390,11 @@ class LoadBalancer:
         self.sessions, self.groups = KeyLedger(self._max_sessions), KeyLedger(self._max_sessions)
         self.mean_output: float | None = None  # tokens of an answer, the latest weighing most
         self._replicas: Candidates = ()  # whose caches are followed
-        self._monitor: LoadMonitor | None = None
+        self._monitor: BareActorMonitor | None = None
         if self._asks_actors:
-            options: Any = {"interval_s": self._monitor_interval_s, "read": BareActorReader()}
-            self._monitor = LoadMonitor(self.load, self._bare_replicas, **options)
+            self._monitor = BareActorMonitor(
+                self.load, self._bare_replicas, interval_s=self._monitor_interval_s
+            )
 
     def _bare_replicas(self) -> list[Replica]:
         return [Replica(str(index), actor) for index, actor in enumerate(self.actors)]

@@ -9,16 +9,14 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter, gt
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.replica import EngineCounters, EngineReport, ReplicaState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 # Rates are over at least this many seconds, if the reports reach back as far.
 _WINDOW_S = 2.0

@@ -10,10 +10,11 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from inspect import ismethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray._private import worker
@@ -21,11 +22,7 @@ from ray.exceptions import RayError
 
 from torchrl_vllm_sync.errors import loss
 from torchrl_vllm_sync.replica import EngineReport, Replica, ReplicaState, Silence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.ledger import LoadTracker
 
 logger = logging.getLogger(__name__)
 
@@ -44,40 +41,6 @@ def _connection() -> tuple[str, str]:
     """Identity of this process's connection to a Ray cluster, unlike an earlier one's."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
-
-
-class ReportReader:
-    """Asks this library's engine actors: ``report() -> EngineReport``."""
-
-    def ask(self, replica: Replica) -> list[Any]:
-        """Starts the calls that the load is read from; returns their object refs."""
-        return [replica.actor.report.remote()]
-
-    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:  # noqa: ARG002
-        """Makes a report of the answers, one for each ref; a failed call's answer is its error."""
-        (report,) = answers
-        if isinstance(report, Exception):
-            raise report
-        if not isinstance(report, EngineReport):
-            raise TypeError(f"report() must return an EngineReport, got {report!r}")
-        return report
-
-
-class BareActorReader(ReportReader):
-    """Asks actors with TorchRL's methods, which know no state: one that answers is serving."""
-
-    def ask(self, replica: Replica) -> list[Any]:
-        actor = replica.actor
-        return [actor.get_num_unfinished_requests.remote(), actor.get_cache_usage.remote()]
-
-    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
-        num_unfinished, cache_usage = answers
-        return EngineReport(
-            replica_id=replica_id,
-            state=ReplicaState.SERVING,
-            num_unfinished=num_unfinished if isinstance(num_unfinished, int) else None,
-            kv_cache_usage=cache_usage if isinstance(cache_usage, (int, float)) else None,
-        )
 
 
 @dataclass(slots=True)
@@ -110,18 +73,29 @@ class LoadMonitor:
         interval_s: float = 1.0,
         timeout_s: float = 5.0,
         unresponsive_after_s: float | None = None,
-        read: ReportReader | None = None,
     ) -> None:
         self._tracker = tracker
         self._replicas = weakref.WeakMethod(replicas) if ismethod(replicas) else lambda: replicas
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._unresponsive_after_s = unresponsive_after_s
-        self._reader = read or ReportReader()
         self._lock = threading.Lock()
         self._started_in: int | None = None
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._warned: set[str] = set()
+
+    def ask(self, replica: Replica) -> list[Any]:
+        """Starts the calls that the load is read from; returns their object refs."""
+        return [replica.actor.report.remote()]
+
+    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:  # noqa: ARG002
+        """Makes a report of the answers, one for each ref; a failed call's answer is its error."""
+        (report,) = answers
+        if isinstance(report, Exception):
+            raise report
+        if not isinstance(report, EngineReport):
+            raise TypeError(f"report() must return an EngineReport, got {report!r}")
+        return report
 
     def start(self) -> None:
         """Starts the thread, unless it was started in this process and not stopped since."""
@@ -194,7 +168,7 @@ class LoadMonitor:
                 known = self._tracker.snapshot(replica_id)
                 in_flight = known.in_flight if known else 0
                 try:
-                    futures = [ref.future() for ref in self._reader.ask(current[replica_id])]
+                    futures = [ref.future() for ref in self.ask(current[replica_id])]
                 except AttributeError as error:  # the actor lacks a method
                     self._warn_once(replica_id, f"cannot be asked for its load: {error}")
                     continue
@@ -226,7 +200,7 @@ class LoadMonitor:
                 self._mark_failed(replica_id, lost.reason, may_return=lost.may_return)
                 continue
             try:
-                report = self._reader.read(replica_id, answers)
+                report = self.read(replica_id, answers)
             except (RayError, TypeError) as error:  # the call failed inside a live actor
                 self._warn_once(replica_id, f"its report failed: {error}")
                 continue
@@ -243,3 +217,20 @@ class LoadMonitor:
         if replica_id not in self._warned:
             self._warned.add(replica_id)
             logger.warning("replica %s: %s", replica_id, what)
+
+
+class BareActorMonitor(LoadMonitor):
+    """Asks actors with TorchRL's methods, which know no state: one that answers is serving."""
+
+    def ask(self, replica: Replica) -> list[Any]:
+        actor = replica.actor
+        return [actor.get_num_unfinished_requests.remote(), actor.get_cache_usage.remote()]
+
+    def read(self, replica_id: str, answers: Sequence[object]) -> EngineReport:
+        num_unfinished, cache_usage = answers
+        return EngineReport(
+            replica_id=replica_id,
+            state=ReplicaState.SERVING,
+            num_unfinished=num_unfinished if isinstance(num_unfinished, int) else None,
+            kv_cache_usage=cache_usage if isinstance(cache_usage, (int, float)) else None,
+        )

@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import xxhash
@@ -20,9 +20,7 @@ from torchrl_vllm_sync.errors import (
     UnknownStrategyError,
     UnsupportedArgumentError,
 )
-
-if TYPE_CHECKING:
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot
 
 BYTES_PER_TOKEN = 4
 """Bytes of a token id; as many bytes of text, which is not tokenised here, count as one token."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync import errors
-from torchrl_vllm_sync.serve.sessions import ASKED, Recording
+from torchrl_vllm_sync.serve.sessions import ASKED, Recording, Sessions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping
-
     from fastapi import FastAPI
 
-    from torchrl_vllm_sync.serve.sessions import Sessions
 
 # All that is mounted: what else vLLM has, such as routes that scale, abort or profile, is not.
 _INFRA = {"/health", "/version", "/tokenize", "/detokenize", "/v1/models"}

@@ -11,8 +11,9 @@ import re
 import secrets
 import socket
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,9 +32,6 @@ from torchrl_vllm_sync.serve.sessions import (
     chat_of,
     note_given,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_BODY_BYTES = 32 << 20
 SLOW_S = 60  # for a client to send what it asks, or to read on

@@ -8,18 +8,15 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_vllm_sync.errors import RewardError
 from torchrl_vllm_sync.requests.messages import VersionSpan, sampled_log_probs
 from torchrl_vllm_sync.requests.turns import Turn, behind, is_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 _OF_OUTPUT = ("replica_id", "min_version", "max_version")

@@ -10,8 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -19,17 +20,11 @@ from ray.exceptions import RayError
 from torchrl_vllm_sync import checks, errors
 from torchrl_vllm_sync.engine.args import END_TIMEOUT_S, end_replica
 from torchrl_vllm_sync.replica import Member, ReplicaState
-from torchrl_vllm_sync.routing.ledger import describe_replicas
+from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker, describe_replicas
 from torchrl_vllm_sync.service.launch import close_members, launch_replicas, remove
 from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, living_ids
-from torchrl_vllm_sync.weights.push import HOLD_BACK_TIMEOUT_S
+from torchrl_vllm_sync.weights.push import HOLD_BACK_TIMEOUT_S, WeightPusher
 from torchrl_vllm_sync.weights.transport import reason_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torchrl_vllm_sync.routing.ledger import LoadSnapshot, LoadTracker
-    from torchrl_vllm_sync.weights.push import WeightPusher
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -32,9 +33,6 @@ from torchrl_vllm_sync.service.replicas import (
     as_they_end,
     ensure_ray,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 

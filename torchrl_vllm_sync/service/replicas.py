@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -231,42 +233,42 @@ class ReplicaCalls:
     """One call to several replicas, under way."""
 
     def __init__(
-        self, refs: Mapping[str, Any], on_death: Callable[[ReplicaUnavailableError], None]
+        self,
+        futures: Mapping[str, Future[Any]],
+        on_death: Callable[[ReplicaUnavailableError], object],
     ) -> None:
-        self._refs, self._on_death = dict(refs), on_death
+        self._futures, self._on_death = futures, on_death
 
     def failures(self) -> dict[str, BaseException]:
         """Returns those that have ended with an exception by now, without waiting."""
-        return Answers({name: self._answer(name) for name in self._ready(0.0)}).failures
+        done = [name for name, one in self._futures.items() if one.done()]
+        return Answers({name: self._answer(name) for name in done}).failures
 
     def answers(self, deadline_s: float) -> Answers:
         """Waits for all of them."""
-        ready = self._ready(deadline_s)
+        done = wait(self._futures.values(), timeout=deadline_s).done
         late = TimeoutError(f"no answer within {deadline_s:g} s")
-        return Answers({name: self._answer(name) if name in ready else late for name in self._refs})
+        pairs = self._futures.items()
+        return Answers({name: self._answer(name) if one in done else late for name, one in pairs})
 
     def first_answer(self, deadline_s: float) -> Any:
         """Waits for one of them to succeed."""
-        names = {ref: name for name, ref in self._refs.items()}
-        answers = (self._answer(names[ref]) for ref in as_they_end(names, Deadline(deadline_s)))
-        return next((one for one in answers if not isinstance(one, BaseException)), None)
-
-    def _ready(self, timeout_s: float) -> list[str]:
-        refs = list(self._refs.values())
-        ready = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0] if refs else []
-        return [name for name, ref in self._refs.items() if ref in ready]
+        names = {future: name for name, future in self._futures.items()}
+        with contextlib.suppress(TimeoutError):
+            answers = (self._answer(names[one]) for one in as_completed(names, deadline_s))
+            return next((one for one in answers if not isinstance(one, BaseException)), None)
 
     def _answer(self, replica_id: str) -> Any:
-        try:
-            return ray.get(self._refs[replica_id])
-        except RayTaskError as error:
+        future = self._futures[replica_id]
+        error = future.exception()
+        if isinstance(error, RayTaskError):
             return error.cause
-        except RayError as error:
-            lost = loss(replica_id, error)
-            if lost is None:
-                return error
-            self._on_death(lost)
-            return lost
+        if not isinstance(error, RayError):
+            return error or future.result()
+        if (lost := loss(replica_id, error)) is None:
+            return error
+        self._on_death(lost)
+        return lost
 
 
 RPC_TIMEOUT_S = 60.0
@@ -410,15 +412,15 @@ class Replicas(Sequence[Member]):
             self.require()
             among = self.current()
         actors = {one.replica_id: one.actor for one in among if one.replica_id in calls}
-        refs = {
-            name: getattr(actor, method).remote(*calls[name], **kwargs)
+        futures = {
+            name: getattr(actor, method).remote(*calls[name], **kwargs).future()
             for name, actor in actors.items()
         }
-        return ReplicaCalls(refs, lambda death: self._note_death(death, actors[death.replica_id]))
+        return ReplicaCalls(futures, functools.partial(self._note_death, actors))
 
-    def _note_death(self, death: ReplicaUnavailableError, actor: Any) -> None:
+    def _note_death(self, called: Mapping[str, Any], death: ReplicaUnavailableError) -> None:
         name, now = death.replica_id, {one.replica_id: one.actor for one in self.current()}
-        if now.get(name) == actor:  # else another has taken its place meanwhile, or it was removed
+        if now.get(name) == called[name]:  # else another took its place, or it was removed
             self.load.mark(name, death.state, death.reason, may_return=death.may_return)
 
     def figure(self, method: str, actor_index: int | None) -> Any:

@@ -7,8 +7,9 @@ import functools
 import itertools
 import threading
 import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -16,23 +17,16 @@ from tqdm.auto import tqdm
 
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import check_positive, check_version, shown
-from torchrl_vllm_sync.requests.dispatch import Dispatcher
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult
+from torchrl_vllm_sync.requests.dispatch import Dispatcher, Reserve
+from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, VersionSpan
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
-from torchrl_vllm_sync.routing.balancer import key_per_prompt
+from torchrl_vllm_sync.routing.balancer import LoadBalancer, RequestKey, Reservation, key_per_prompt
+from torchrl_vllm_sync.service.replicas import Replicas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-    from typing import Generic, TypedDict, TypeVar
-
     import numpy as np
     import torch
     from vllm import RequestOutput
-
-    from torchrl_vllm_sync.requests.dispatch import Reserve
-    from torchrl_vllm_sync.requests.messages import VersionSpan
-    from torchrl_vllm_sync.routing.balancer import LoadBalancer, RequestKey, Reservation
-    from torchrl_vllm_sync.service.replicas import Replicas
 
     Prompt = str | list[int] | torch.Tensor | np.ndarray | Mapping[str, Any]
 
@@ -44,22 +38,24 @@ if TYPE_CHECKING:
         min_version: int
         max_version: int
 
-    Ids = TypeVar("Ids")
-    Errors = TypeVar("Errors")
 
-    class GenerateOptions(TypedDict, Generic[Ids, Errors], total=False):
-        """Keyword arguments of ``generate``, but ``stream``."""
+Ids = TypeVar("Ids")
+Errors = TypeVar("Errors")
 
-        prompt_token_ids: Ids | None
-        return_exceptions: Errors
-        use_tqdm: bool
-        lora_request: Any
-        timeout_seconds: float | None
-        actor_index: int | None
-        min_version: int | None
-        session_id: RequestKey | Sequence[RequestKey | None] | None
-        group_id: RequestKey | Sequence[RequestKey | None] | None
-        adapter: str | None
+
+class GenerateOptions(TypedDict, Generic[Ids, Errors], total=False):
+    """Keyword arguments of ``generate``, but ``stream``."""
+
+    prompt_token_ids: Ids | None
+    return_exceptions: Errors
+    use_tqdm: bool
+    lora_request: Any
+    timeout_seconds: float | None
+    actor_index: int | None
+    min_version: int | None
+    session_id: RequestKey | Sequence[RequestKey | None] | None
+    group_id: RequestKey | Sequence[RequestKey | None] | None
+    adapter: str | None
 
 
 # Each request ends in one of these ways; ``lost`` is by a ``RequestLostError``.

@@ -17,6 +17,7 @@ import sys
 import time
 import uuid
 import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 import ray
@@ -36,10 +37,11 @@ from torchrl_vllm_sync.engine.args import (
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, UnsupportedArgumentError
 from torchrl_vllm_sync.observe.metrics import MetricsExporter, metrics_port
 from torchrl_vllm_sync.observe.page import Dashboard, ServiceGoneError
+from torchrl_vllm_sync.observe.status import ServiceStatus
 from torchrl_vllm_sync.observe.views import absent_html, status_html
 from torchrl_vllm_sync.replica import UNRESPONSIVE_AFTER_S, PushReport, ReplicaState
 from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
-from torchrl_vllm_sync.routing.balancer import LoadBalancer
+from torchrl_vllm_sync.routing.balancer import LoadBalancer, RequestKey
 from torchrl_vllm_sync.routing.ledger import LoadTracker, describe_replicas
 from torchrl_vllm_sync.routing.monitor import LoadMonitor
 from torchrl_vllm_sync.service.fleet import Fleet, ScalingPolicy
@@ -52,20 +54,17 @@ from torchrl_vllm_sync.service.replicas import (
     find_service,
     named_actors,
 )
-from torchrl_vllm_sync.service.requests import Requests
+from torchrl_vllm_sync.service.requests import GenerateOptions, Requests
 from torchrl_vllm_sync.service.weights import NativeClient, Weights
+from torchrl_vllm_sync.weights.transport import WeightTransport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
     from typing import Literal, Unpack
 
     from vllm import AsyncEngineArgs, SamplingParams
 
-    from torchrl_vllm_sync.observe.status import ServiceStatus
-    from torchrl_vllm_sync.routing.balancer import RequestKey
     from torchrl_vllm_sync.serve.server import OpenAIServer
-    from torchrl_vllm_sync.service.requests import GenerateOptions, Prompt, ServedOutput
-    from torchrl_vllm_sync.weights.transport import WeightTransport
+    from torchrl_vllm_sync.service.requests import Prompt, ServedOutput
 
     Batch = Sequence[Prompt] | None
     Params = SamplingParams | Sequence[SamplingParams] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,16 +17,13 @@ from torchrl_vllm_sync.errors import (
     VersionNotReachedError,
 )
 from torchrl_vllm_sync.observe.status import StatusLog
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import PushReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import describe_replicas
 from torchrl_vllm_sync.service.replicas import RPC_TIMEOUT_S, Answers, Replicas
+from torchrl_vllm_sync.weights.audit import AuditReport
 from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.push import VersionHooks, WeightPusher
 from torchrl_vllm_sync.weights.transport import GRACE_S, PauseMode, WeightTransport
-
-if TYPE_CHECKING:
-    from torchrl_vllm_sync.replica import PushReport
-    from torchrl_vllm_sync.weights.audit import AuditReport
 
 # Seconds for vLLM's calls that have no limit of their own.
 CALL_TIMEOUT_S = DEFAULT_TIMEOUT_S + GRACE_S
