@@ -148,6 +148,7 @@ def run(rank, args, checkpoint, port):
     )
     if rank == 0:
         sys.exit(lead(args, checkpoint))
+    dist.barrier()  # what engines that sleep leave is looked at without a trainer
     trainer = Trainer(checkpoint, rank, args.ranks)
     updater = WeightUpdater(None, source=trainer.model, timeout_s=120)
     for _ in range(NUM_WARM + args.cycles):
@@ -161,6 +162,7 @@ def lead(args, checkpoint):
         held = {"awake": used_mib()}
         service.sleep(2, "keep")
         held["asleep, without the trainer"] = used_mib()
+        dist.barrier()
         trainer = Trainer(checkpoint, 0, args.ranks)
         updater = WeightUpdater(service, source=trainer.model, timeout_s=120, audit=True)
         cycles = [cycle(trainer, updater, service) for _ in range(NUM_WARM + args.cycles)]
