@@ -11,8 +11,10 @@ of the cluster that such a program starts. ``python -m tests.warm COMMAND`` runs
 finds it in WARM_PYTHON. Programs that are not run by it start cold.
 """
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
 import inspect
@@ -21,6 +23,7 @@ import multiprocessing.util
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,21 +49,23 @@ IMPORTED_IN_CLUSTER = (
     "torchrl_vllm_sync.engine.worker",
     "torchrl.modules.llm",
 )
-_SERVE = "--serve"
 _OF_CLUSTER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 _HIGH, _MOST_FDS = 500, 64  # file descriptors
 # No worker before it is asked for, and none that is less urgent than its engine core.
 _RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 # Run in the place of python. Ray does not wait for what starts its workers; who runs a program gets
-# its exit status. Other processes, of Ray's for instance, start cold.
+# its exit status, and its signals through. Other processes, of Ray's for instance, start cold.
 _CLIENT = """#!{python} -ISs
-import json, os, socket, sys
+import json, os, signal, socket, sys
 {ask}
 is_worker = sys.argv[1].endswith("_worker.py")
 if not is_worker and sys.argv[1] != "-m" and not sys.argv[1].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-    server.connect(os.environ["WARM_WORKERS"] if is_worker else {address!r})
+    server.connect({address!r})
+    if not is_worker:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, lambda number, _: server.send(bytes([number])))
     ask(server, sys.argv[1:], [0, 1, 2])
     if not is_worker:
         sys.exit(int(server.recv(4) or 1))
@@ -70,6 +75,10 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
 def ask(server, args, fds):
     """Tells what is to be run, with which files open under which numbers."""
     asked = json.dumps([args, fds, dict(os.environ), os.getcwd()]).encode()
+    send(server, fds, asked)
+
+
+def send(server, fds, asked):
     socket.send_fds(server, [len(asked).to_bytes(4, "big")], fds)
     server.sendall(asked)
 
@@ -81,42 +90,35 @@ def preloaded():
     yield from map(str, packages.glob("torch*/**/libgomp*.so*"))
 
 
-@contextlib.contextmanager
-def serving(*command, **options):
-    """Runs a server that prints when it is ready and ends with its input."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, **options) as server:
-        assert server.stdout.readline() == b"ready\n", "a server of warm processes has failed"
-        yield
-
-
-@contextlib.contextmanager
+@functools.cache
 def warm_python():
-    """The path of what runs programs as python does, but has them forked."""
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        client, address = Path(folder, "python"), str(Path(folder, "server"))
-        given = {"python": sys.executable, "address": address, "ask": inspect.getsource(ask)}
-        client.write_text(_CLIENT.format(**given))
-        client.chmod(0o755)
-        early = {"LD_PRELOAD": ":".join(preloaded()), "OMP_NUM_THREADS": "1"}
-        command = sys.executable, "-m", "tests.warm", _SERVE, address
-        with serving(*command, cwd=Path(__file__).parents[1], env=os.environ | early):
-            yield str(client)
+    """The path of what runs programs as python does, but has them forked, while this one runs."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    atexit.register(shutil.rmtree, folder)
+    client, address = folder / "python", str(folder / "server")
+    functions = inspect.getsource(ask) + inspect.getsource(send)
+    client.write_text(_CLIENT.format(python=sys.executable, address=address, ask=functions))
+    client.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm", "--serve", address],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"LD_PRELOAD": ":".join(preloaded()), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(server.communicate)  # its input ends, and so does it
+    assert server.stdout.readline() == b"ready\n", "the server of warm processes has failed"
+    return str(client)
 
 
 @contextlib.contextmanager
-def warm_workers(python):
-    """Gives a context: workers of Ray clusters that are started in it are forked."""
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        address = str(Path(folder, "workers"))
-        settings = mock.patch.dict(os.environ, _RAY_SETTINGS, WARM_WORKERS=address)
-        with (
-            contextlib.ExitStack() as context,
-            serving(python, "-m", "tests.warm", _SERVE, address),
-        ):
-            context.enter_context(settings)
-            context.enter_context(mock.patch.object(sys, "executable", python))
-            yield context
+def warm_workers(python=None):
+    """Ray clusters that start in this context have their workers forked."""
+    with (
+        mock.patch.object(sys, "executable", python or warm_python()),  # as Ray's start reads it
+        mock.patch.dict(os.environ, _RAY_SETTINGS),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -124,23 +126,20 @@ def warm_cluster(**options):
     """A local Ray cluster by options of ``ray.init``; workers of this process's actors start so."""
     import ray
 
-    with warm_python() as python, warm_workers(python) as context:
-        with context:  # Ray's start reads it
-            ray.init(address="local", **options)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    with warm_workers():
+        ray.init(address="local", **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def serve(address):
     """Forks a process for each that is asked for; only these return, with their arguments."""
-    cluster = None
+    clusters = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(address)
         listening.listen(64)
-        assert len(os.listdir("/proc/self/task")) == 1, "a process of several threads cannot fork"
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel waits for them
         os.write(1, b"ready\n")
         while True:
             ready, _, _ = select.select([listening, 0], [], [])
@@ -149,25 +148,53 @@ def serve(address):
             asker, _ = listening.accept()
             with asker:
                 received, asked = receive(asker)
-                args, environment = asked[0], asked[2]
-                of = [environment.get(one) for one in _OF_CLUSTER] if is_worker(args) else None
-                if cluster is None and of and all(of):
-                    cluster = of
-                    os.environ.update(environment)
-                    for name in IMPORTED_IN_CLUSTER:
-                        importlib.import_module(name)
-                    gc.freeze()
-                if os.fork() == 0:
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    os.setpgid(0, 0)  # of which all are killed when the worker ends
-                    if not is_worker(args):
-                        run_child(asker, received)
-                    take_over(received, *asked)
-                    if of != cluster:  # another driver's, or nobody's
-                        os.execv(sys.executable, [sys.executable, *args])
-                    return args
-                for one in received:
-                    os.close(one)
+                args, _, environment, _ = json.loads(asked)
+                if is_worker(args):
+                    cluster = tuple(map(environment.get, _OF_CLUSTER))
+                    if cluster not in clusters:
+                        clusters[cluster], requests = socket.socketpair()
+                        if is_new_process():
+                            for one in (listening, *clusters.values()):
+                                one.close()
+                            return serve_cluster(requests, environment)
+                        requests.close()
+                    with contextlib.suppress(OSError):  # its cluster has ended
+                        send(clusters[cluster], received, asked)
+                elif is_new_process():
+                    run_child(asker, received)
+                    return take_over(received, *json.loads(asked))
+            for one in received:
+                os.close(one)
+
+
+def serve_cluster(requests, environment):
+    """The same for workers of one driver on one node of a Ray cluster, until the node ends."""
+    os.environ.update(environment)
+    node = os.pidfd_open(int(environment["RAY_RAYLET_PID"]))
+    for name in IMPORTED_IN_CLUSTER:
+        importlib.import_module(name)
+    gc.freeze()
+    while True:
+        ready, _, _ = select.select([requests, node], [], [])
+        received, asked = receive(requests) if node not in ready else ([], b"")
+        if not asked:
+            os._exit(0)
+        if is_new_process():
+            requests.close()
+            return take_over(received, *json.loads(asked))
+        for one in received:
+            os.close(one)
+
+
+def is_new_process():
+    """Forks; true in the child, whose process group is its own and ends when it does."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a process of several threads cannot fork"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel waits for them
+    if os.fork():
+        return False
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    return True
 
 
 def is_worker(args):
@@ -175,24 +202,25 @@ def is_worker(args):
 
 
 def run_child(asker, files):
-    """Forks the program, where alone this returns; the other tells how it ends, or has it end."""
+    """Forks the program, where alone this returns; the other passes signals on, and its status."""
     if (pid := os.fork()) == 0:
         return
     for one in (0, 1, 2, *files):
         os.close(one)
-    if asker in select.select([asker, os.pidfd_open(pid)], [], [])[0]:
-        os.kill(pid, signal.SIGTERM)  # who asked for it has ended
-    _, status = os.waitpid(pid, 0)
+    ended = os.pidfd_open(pid)
+    while ended not in select.select([asker, ended], [], [])[0]:
+        told = asker.recv(1)
+        os.kill(pid, told[0] if told else signal.SIGKILL)  # who has asked for it was killed
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
-        asker.sendall(b"%d" % abs(os.waitstatus_to_exitcode(status)))
+        asker.sendall(b"%d" % (status if status >= 0 else 128 - status))
     os._exit(0)
 
 
 def receive(asker):
     """What ``ask`` has sent: files, and the rest."""
     head, received, _, _ = socket.recv_fds(asker, 4, _MOST_FDS)
-    with asker.makefile("rb") as rest:
-        return received, json.loads(rest.read(int.from_bytes(head, "big")))
+    return received, asker.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
 
 
 def take_over(received, args, fds, environment, folder):
@@ -224,7 +252,7 @@ def keep_child():
             os._exit(0)  # its parent has ended
         with asked:
             received, rest = receive(asked)
-        return take_over(received, *rest)
+        return take_over(received, *json.loads(rest))
     asked.close()
     spawn_cold = multiprocessing.util.spawnv_passfds
 
@@ -247,8 +275,6 @@ def main(address):
     gc.freeze()
     assert "ray" not in sys.modules
     args = serve(address)
-    if args[1:3] == ["tests.warm", _SERVE]:
-        args = serve(args[3])
     sys.path[1:1] = filter(None, os.getenv("PYTHONPATH", "").split(os.pathsep))
     return run_worker(args) if is_worker(args) else run_program(args, address)
 
@@ -278,7 +304,7 @@ def run_worker(args):
 
 
 def run_program(args, address):
-    with warm_workers(str(Path(address).with_name("python"))) as context, context:
+    with warm_workers(str(Path(address).with_name("python"))):
         if args[0] == "-m":
             sys.path[0], sys.argv = os.getcwd(), args[1:]
             return runpy.run_module(args[1], run_name="__main__", alter_sys=True)
@@ -287,8 +313,8 @@ def run_program(args, address):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [_SERVE]:
+    if sys.argv[1] == "--serve":
         main(sys.argv[2])
     else:
-        with warm_python() as python:
-            sys.exit(subprocess.call(sys.argv[1:], env=os.environ | {"WARM_PYTHON": python}))
+        environment = os.environ | {"WARM_PYTHON": warm_python()}
+        sys.exit(subprocess.call(sys.argv[1:], env=environment))
