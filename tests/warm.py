@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -59,7 +60,7 @@ _CLIENT = """#!{python} -ISs
 import json, os, signal, socket, sys
 {ask}
 is_worker = sys.argv[1].endswith("_worker.py")
-if not is_worker and sys.argv[1] != "-m" and not sys.argv[1].endswith(".py"):
+if not (is_worker or sys.argv[1] in ("-c", "-m") or sys.argv[1].endswith(".py")):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
     server.connect({address!r})
@@ -148,6 +149,8 @@ def serve(address):
             asker, _ = listening.accept()
             with asker:
                 received, asked = receive(asker)
+                if not asked:
+                    continue
                 args, _, environment, _ = json.loads(asked)
                 if is_worker(args):
                     cluster = tuple(map(environment.get, _OF_CLUSTER))
@@ -218,9 +221,11 @@ def run_child(asker, files):
 
 
 def receive(asker):
-    """What ``ask`` has sent: files, and the rest."""
+    """What ``ask`` has sent: files, and the rest, which is empty if the asker has ended."""
     head, received, _, _ = socket.recv_fds(asker, 4, _MOST_FDS)
-    return received, asker.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+    size = int.from_bytes(head, "big")
+    asked = asker.recv(size, socket.MSG_WAITALL)
+    return received, asked if len(asked) == size else b""
 
 
 def take_over(received, args, fds, environment, folder):
@@ -308,6 +313,10 @@ def run_program(args, address):
         if args[0] == "-m":
             sys.path[0], sys.argv = os.getcwd(), args[1:]
             return runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+        if args[0] == "-c":
+            sys.path[0], sys.argv = "", ["-c", *args[2:]]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            return exec(args[1], main.__dict__)
         sys.path[0], sys.argv = str(Path(args[0]).resolve().parent), args
         return runpy.run_path(args[0], run_name="__main__")
 
