@@ -2,9 +2,9 @@
 
 Most of a cold replica's start is that two processes import torch and vLLM. In a cluster of
 ``warm_cluster`` a server forks Ray's workers instead. Before Ray's threads begin, each of them
-forks a child that waits to be the first process that it spawns, which is the engine core; and so
-does that one. All run the command lines that they would have been started with, in the same
-environment and with the same files.
+forks children that wait to be the first processes that it spawns, which are engine cores; and so
+do those, whose children are vLLM's workers. All run the command lines that they would have been
+started with, in the same environment and with the same files.
 
 ``warm_python`` is a command in the place of python that has programs forked likewise, and workers
 of the cluster that such a program starts. ``python -m tests.warm COMMAND`` runs a command which
@@ -52,6 +52,7 @@ IMPORTED_IN_CLUSTER = (
 )
 _OF_CLUSTER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 _HIGH, _MOST_FDS = 500, 64  # file descriptors
+_KEPT = 3  # with two cores of a replica comes what coordinates them
 # No worker before it is asked for, and none that is less urgent than its engine core.
 _RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 # Run in the place of python. Ray does not wait for what starts its workers; who runs a program gets
@@ -244,27 +245,32 @@ def take_over(received, args, fds, environment, folder):
     return args
 
 
-def keep_child():
-    """Forks what the first process that this spawns will be; returns in it, with its arguments."""
-    asks, asked = socket.socketpair()
-    if (pid := os.fork()) == 0:
-        asks.detach()
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > 2 and fd != asked.fileno():
-                with contextlib.suppress(OSError):  # the listing's own is closed by now
-                    os.close(fd)
-        if not asked.recv(1, socket.MSG_PEEK):
-            os._exit(0)  # its parent has ended
-        with asked:
-            received, rest = receive(asked)
-        return take_over(received, *json.loads(rest))
-    asked.close()
+def keep_children():
+    """Forks what the first processes that this spawns will be; returns in them, with arguments."""
+    kept = []
+    for _ in range(_KEPT):
+        asks, asked = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            for one in (asks, *(one for one, _ in kept)):
+                one.detach()
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd != asked.fileno():
+                    with contextlib.suppress(OSError):  # the listing's own is closed by now
+                        os.close(fd)
+            if not asked.recv(1, socket.MSG_PEEK):
+                os._exit(0)  # its parent has ended
+            with asked:
+                received, rest = receive(asked)
+            return take_over(received, *json.loads(rest))
+        asked.close()
+        kept.append((asks, pid))
     spawn_cold = multiprocessing.util.spawnv_passfds
 
     def spawn(path, args, passed):
         command = [os.fsdecode(one) for one in args]
-        if asks.fileno() < 0 or "--multiprocessing-fork" not in command:
+        if not kept or "--multiprocessing-fork" not in command:
             return spawn_cold(path, args, passed)
+        asks, pid = kept.pop(0)
         with asks:
             ask(asks, command, [0, 1, 2, *map(int, passed)])
         return pid
@@ -298,8 +304,8 @@ def run_worker(args):
     if context.command_prefix or context.py_executable != sys.executable:
         context.exec_worker(command, Language.Value(known.language))
     update_envs(context.env_vars)
-    if (spawned := keep_child()) is not None:  # the engine core, and its first worker, and so on
-        while (child := keep_child()) is not None:
+    if (spawned := keep_children()) is not None:  # an engine core, or its worker, and so on
+        while (child := keep_children()) is not None:
             spawned = child
         at = spawned.index("-c")
         sys.argv = [spawned[at], *spawned[at + 2 :]]
