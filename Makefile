@@ -127,9 +127,9 @@ format: $(STAMP)  ## Fix what ruff can fix
 	$(BIN)/ruff format .
 
 # Programs mostly start engines, so two of them run at a time; what each prints stays together. They
-# are forked with vLLM imported, as tests/warm.py says, but for COLD, which start as users start them.
+# are forked with vLLM imported, as tests/warm.py says, but for COLD, which starts as a user starts it.
 TWO_AT_A_TIME := $(BIN)/python -m tests.warm $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
-COLD := smoke/tutorials/01_grpo_sync.py smoke/benchmarks/weight_sync.py
+COLD := smoke/tutorials/01_grpo_sync.py
 $(COLD): export WARM_PYTHON :=
 bench-smoke: $(STAMP)  ## Run every benchmark for a few seconds, and the tests of benchmarks
 	@$(TWO_AT_A_TIME) $(addprefix smoke/,$(BENCHMARKS)) tests-of-benchmarks
