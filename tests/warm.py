@@ -213,8 +213,10 @@ def run_child(asker, files):
         os.close(one)
     ended = os.pidfd_open(pid)
     while ended not in select.select([asker, ended], [], [])[0]:
-        told = asker.recv(1)
-        os.kill(pid, told[0] if told else signal.SIGKILL)  # who has asked for it was killed
+        if told := asker.recv(1):
+            os.kill(pid, told[0])
+        else:  # who has asked for it was killed
+            os.killpg(0, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         asker.sendall(b"%d" % (status if status >= 0 else 128 - status))
