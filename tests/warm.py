@@ -292,6 +292,18 @@ def main(address):
     return run_worker(args) if is_worker(args) else run_program(args, address)
 
 
+def has_been_spawned():
+    """Keeps children; true in them when they have ended: engine cores, their workers, and so on."""
+    if (spawned := keep_children()) is None:
+        return False
+    while (child := keep_children()) is not None:
+        spawned = child
+    at = spawned.index("-c")
+    sys.argv = [spawned[at], *spawned[at + 2 :]]
+    exec(spawned[at + 1], {"__name__": "__main__"})
+    return True
+
+
 def run_worker(args):
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.utils import update_envs
@@ -306,17 +318,15 @@ def run_worker(args):
     if context.command_prefix or context.py_executable != sys.executable:
         context.exec_worker(command, Language.Value(known.language))
     update_envs(context.env_vars)
-    if (spawned := keep_children()) is not None:  # an engine core, or its worker, and so on
-        while (child := keep_children()) is not None:
-            spawned = child
-        at = spawned.index("-c")
-        sys.argv = [spawned[at], *spawned[at + 2 :]]
-        return exec(spawned[at + 1], {"__name__": "__main__"})
+    if has_been_spawned():
+        return None
     sys.argv = command
     return runpy.run_path(command[0], run_name="__main__")
 
 
 def run_program(args, address):
+    if has_been_spawned():
+        return None
     with warm_workers(str(Path(address).with_name("python"))):
         if args[0] == "-m":
             sys.path[0], sys.argv = os.getcwd(), args[1:]
