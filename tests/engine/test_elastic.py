@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from tests.engine.conftest import ENGINE
 from tests.engine.faults import engine_core_pid
 from tests.engine.requests import eventually, is_idle, sampling
 from tests.engine.trainers import broadcast
+from tests.warm import warm_python
 from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, ReplicaState, attach
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
 from torchrl_vllm_sync.testing import load_tiny_model
@@ -169,7 +169,7 @@ FOLLOW = """
 def follower(service, *expected):
     """A process that has the service; called, it says whom it used when it knew these replicas."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(FOLLOW), service.name, *expected],
+        [warm_python(), "-c", textwrap.dedent(FOLLOW), service.name, *expected],
         env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
@@ -280,7 +280,7 @@ LAUNCH = """
 def test_a_trainer_is_killed_and_its_successor_goes_on(cluster, checkpoint, other_checkpoint):
     """The detached replicas serve the last committed version; the new one supervises them."""
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LAUNCH), str(checkpoint), str(other_checkpoint)],
+        [warm_python(), "-c", textwrap.dedent(LAUNCH), str(checkpoint), str(other_checkpoint)],
         env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,

@@ -3,13 +3,13 @@
 import csv
 import os
 import subprocess
-import sys
 from statistics import fmean
 
 import pytest
 import ray
 
 from tests.engine.requests import eventually
+from tests.warm import warm_python
 from torchrl_vllm_sync import GRPOConfig, cli, train_grpo
 
 pytestmark = [
@@ -80,7 +80,7 @@ def samples(directory):
 
 def test_a_run_that_is_killed_is_resumed_with_the_same_rows(cluster, tmp_path, capfd):
     """It is killed two batches after a save, and these are what the resumed run is compared to."""
-    run = [sys.executable, "-m", "torchrl_vllm_sync.cli", *command(tmp_path, "killed", 10**6)]
+    run = [warm_python(), "-m", "torchrl_vllm_sync.cli", *command(tmp_path, "killed", 10**6)]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     with subprocess.Popen(run, env=environment) as process:
         eventually(lambda: process.poll() is not None or "4" in samples(tmp_path / "killed"), 120)

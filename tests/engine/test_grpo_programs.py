@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.checks import TOLERANCE
+from tests.warm import warm_python
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 TIMEOUT_S = 560
@@ -27,7 +28,7 @@ def run(program, checkpoint, *options):
     }
     try:
         done = subprocess.run(
-            [sys.executable, PROGRAMS / program, checkpoint, "--steps", str(STEPS), *options],
+            [warm_python(), PROGRAMS / program, checkpoint, "--steps", str(STEPS), *options],
             env=environment,
             capture_output=True,
             text=True,

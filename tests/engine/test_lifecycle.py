@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from tests.engine.conftest import ENGINE
 from tests.engine.requests import eventually, is_idle, sampling, token_ids
+from tests.warm import warm_python
 from torchrl_vllm_sync import AsyncVLLM, LoadBalancer, attach
 from torchrl_vllm_sync.engine import preload
 from torchrl_vllm_sync.engine.actor import EngineActor
@@ -33,7 +34,7 @@ IDS = [7, 8, 9, 10, 11]
 def run_python(code, *arguments):
     """Runs ``code`` in a process of its own that joins this Ray cluster; returns what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        [warm_python(), "-c", textwrap.dedent(code), *map(str, arguments)],
         env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         cwd=Path(__file__).parents[2],
         capture_output=True,

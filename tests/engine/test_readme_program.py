@@ -9,6 +9,8 @@ from statistics import mean
 
 import pytest
 
+from tests.warm import warm_python
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -18,7 +20,7 @@ def test_the_readmes_program_learns_from_the_weights_it_pushed(tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "program.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "program.py"],
+        [warm_python(), "program.py"],
         cwd=tmp_path,
         env={
             **os.environ,

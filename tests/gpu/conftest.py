@@ -5,7 +5,9 @@ import os
 
 import pytest
 import ray
+import torch
 
+from tests.warm import warm_cluster
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -13,7 +15,12 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 @pytest.fixture(scope="session")
 def cluster():
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    options = {"include_dashboard": False, "logging_level": logging.ERROR}
+    if not torch.cuda.is_available():
+        with warm_cluster(**options):
+            yield
+        return
+    ray.init(address="local", **options)
     yield
     ray.shutdown()
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as TorchRLBuffer
 
+from tests.warm import warm_cluster
 from torchrl_vllm_sync import RayReplayBuffer
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -24,9 +25,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(address="local", num_cpus=2, include_dashboard=False)
-    yield
-    ray.shutdown()
+    with warm_cluster(num_cpus=2, include_dashboard=False):
+        yield
 
 
 def rows(first, number=4):

@@ -13,6 +13,7 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from tests.warm import warm_workers  # noqa: E402
 from torchrl_vllm_sync import AsyncVLLM, ReplicaState  # noqa: E402
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint  # noqa: E402
 
@@ -33,13 +34,14 @@ PAUSE_S = 0.3
 @pytest.fixture(scope="module")
 def cluster():
     """A head without room for replicas, and two nodes with room for one each."""
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    ray.init(address=cluster.address, logging_level=logging.ERROR)
-    cluster.wait_for_nodes()
-    yield cluster, nodes
+    with warm_workers():
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        ray.init(address=cluster.address, logging_level=logging.ERROR)
+        cluster.wait_for_nodes()
+        yield cluster, nodes
     ray.shutdown()
     cluster.shutdown()
 
