@@ -11,7 +11,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 ray = pytest.importorskip("ray")
 
 from tests.soak.memory import eat, quick_to_kill  # noqa: E402
-from tests.warm import warm_cluster  # noqa: E402
 from torchrl_vllm_sync import AsyncVLLM, ReplicaState  # noqa: E402
 from torchrl_vllm_sync.errors import WeightSyncError  # noqa: E402
 from torchrl_vllm_sync.service.fleet import Fleet  # noqa: E402
@@ -35,8 +34,9 @@ PAUSE_S = 0.3
 def cluster(monkeypatch):
     for name, value in quick_to_kill().items():
         monkeypatch.setenv(name, value)
-    with warm_cluster(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR):
-        yield
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
 
 
 def eventually(condition):
