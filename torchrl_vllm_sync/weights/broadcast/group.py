@@ -26,7 +26,6 @@ from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.weights.p2p.memory import (
     Handover,
-    HostMemory,
     HostRange,
     hand_over,
     new_memory,
@@ -493,27 +492,29 @@ class SharedGroup(BroadcastGroup):
     """
 
     def _meet(self, deadline: float, watch: Watch) -> None:
-        at = self.rendezvous
-        num_counts = at.world_size * torch.int64.itemsize
+        at, cpu = self.rendezvous, torch.device("cpu")
+        num_counts, others = at.world_size * torch.int64.itemsize, range(1, at.world_size)
         with contextlib.ExitStack() as opened:
+
+            def kept(one: Any) -> Any:
+                opened.callback(one.close)
+                return one
+
             if self.rank == TRAINER_RANK:
                 self._arrive(deadline, watch)
-                counts, memory = HostMemory(num_counts), new_memory(at.shared_bytes, self.device)
-                for rank in range(1, at.world_size):
-                    path, given = self.store.get(f"door/{rank}").decode(), counts.export()
-                    hand_over(path, {}, given + memory.export(), left_s(deadline))
+                counts = kept(new_memory(num_counts, cpu))
+                memory = kept(new_memory(at.shared_bytes, self.device))
+                for path in [self.store.get(f"door/{rank}").decode() for rank in others]:
+                    hand_over(path, {}, counts.export() + memory.export(), left_s(deadline))
             else:
                 with contextlib.closing(Handover()) as door:
                     self.store.set(f"door/{self.rank}", door.path)
                     self._arrive(deadline, watch)
-                    _, (first, *others) = door.take(deadline, self.raise_if_given_up)
-                counts = new_memory(num_counts, torch.device("cpu"), [first])
-                memory = new_memory(at.shared_bytes, self.device, others)
-            for one in (counts, memory):
-                opened.callback(one.close)
-            within = HostRange(num_counts), new_range(at.shared_bytes, self.device)
+                    _, (first, *rest) = door.take(deadline, self.raise_if_given_up)
+                counts = kept(new_memory(num_counts, cpu, [first]))
+                memory = kept(new_memory(at.shared_bytes, self.device, rest))
+            within = kept(HostRange(num_counts)), kept(new_range(at.shared_bytes, self.device))
             for one, shown in zip(within, (counts, memory), strict=True):
-                opened.callback(one.close)
                 one.show(shown)
             self._counts = within[0].data[:num_counts].view(torch.int64)
             self._number, self.memory = 0, within[1].data
