@@ -247,14 +247,14 @@ def draw(path):
         labels = "contexts, graphs", "trainer", "engine: weights, then keys and values"
         gib = [[one / 1024 for one in part] for part in ([contexts] * len(at), trainer, engine)]
         axes.stackplot(at, *gib, labels=labels)
-        ends = itertools.accumulate(found["cycle", part][-1] for part in PARTS)
-        for part, end in zip(PARTS, ends, strict=True):
+        begin = 0.0
+        for part in PARTS[:3]:
+            end = begin + found["cycle", part][-1]
             axes.axvline(end, color="grey", linewidth=0.5)
-            axes.annotate(part, (end, 0.97), xycoords=("data", "axes fraction"), ha="right")
-        axes.set(
-            xlabel="seconds", ylabel="GiB", title=f"{run['records'][0]['case']}, {run['hardware']}"
-        )
-        axes.legend(loc="upper left")
+            axes.annotate(part, ((begin + end) / 2, 1.02), xycoords=("data", "axes fraction"))
+            begin = end
+        axes.set(xlabel=f"seconds, {run['records'][0]['case']} on {run['hardware']}", ylabel="GiB")
+        axes.legend(loc="lower right")
 
 
 def main():
