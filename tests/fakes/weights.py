@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.replica import EngineDescription, EngineReport
 from torchrl_vllm_sync.weights.push import deliver, errors_of
 from torchrl_vllm_sync.weights.transport import Members, Push, Standing
 
@@ -49,6 +49,21 @@ class Answered:
 
     def answers(self, deadline_s):
         return self._answers
+
+
+def description(**facts):
+    """What an engine says of itself."""
+    return EngineDescription(
+        replica_id="0",
+        node_ip="192.0.2.1",
+        pid=1,
+        max_model_len=16,
+        vocab_size=8,
+        block_size=16,
+        num_kv_blocks=4,
+        vllm_version="0.32.0",
+        **facts,
+    )
 
 
 class DescribingClient:

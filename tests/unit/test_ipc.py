@@ -1,37 +1,22 @@
 """The ``ipc`` transport without engines: what it refuses, and whose memory buckets are in."""
 
-import dataclasses
 import pickle
 
 import pytest
 import torch
 
-from tests.fakes.weights import DescribingClient, open_transport
+from tests.fakes.weights import DescribingClient, description, open_transport
 from torchrl_vllm_sync import IPCTransport
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
-from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast.buckets import BucketLayout, make_buffers, room_for
 from torchrl_vllm_sync.weights.module import ParamMeta
-
-ELSEWHERE = EngineDescription(
-    replica_id="0",
-    node_ip="192.0.2.1",
-    node_id="another",
-    pid=1,
-    max_model_len=16,
-    vocab_size=8,
-    block_size=16,
-    num_kv_blocks=4,
-    vllm_version="0.32.0",
-    device_type="cpu",
-)
 
 
 def test_what_cannot_share_memory_is_refused():
     with pytest.raises(UnsupportedArgumentError, match="buffer_bytes must be at least 3, got 2"):
         IPCTransport(buffer_bytes=2)
     for node, named in (("another", "another"), ("", "an unknown one")):
-        engine = dataclasses.replace(ELSEWHERE, node_id=node)
+        engine = description(node_id=node, device_type="cpu")
         with pytest.raises(UnsupportedArgumentError, match=f"replica 0 is on {named}, the trainer"):
             open_transport(IPCTransport(), DescribingClient(engine))
     with pytest.raises(TransferError, match=r"no replica can be reached: .*gone"):

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.contract.test_transports import Client, P2PReplica
 from tests.fakes.engine import BareUpdates
-from tests.fakes.weights import DescribingClient, open_transport, send
+from tests.fakes.weights import DescribingClient, description, open_transport, send
 from tests.unit import test_broadcast_receiver as broadcast
-from tests.unit.test_ipc import description
 from tests.unit.test_sharded_source import push, succeed
 from tests.unit.vllm_models import single_process_group
 from torchrl_vllm_sync import P2PTransport, as_weight_source
