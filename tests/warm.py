@@ -288,7 +288,6 @@ def main(address):
     gc.freeze()
     assert "ray" not in sys.modules
     args = serve(address)
-    sys.path[1:1] = filter(None, os.getenv("PYTHONPATH", "").split(os.pathsep))
     return run_worker(args) if is_worker(args) else run_program(args, address)
 
 
@@ -318,13 +317,19 @@ def run_worker(args):
     if context.command_prefix or context.py_executable != sys.executable:
         context.exec_worker(command, Language.Value(known.language))
     update_envs(context.env_vars)
+    take_python_path()
     if has_been_spawned():
         return None
     sys.argv = command
     return runpy.run_path(command[0], run_name="__main__")
 
 
+def take_python_path():
+    sys.path[1:1] = filter(None, os.getenv("PYTHONPATH", "").split(os.pathsep))
+
+
 def run_program(args, address):
+    take_python_path()
     if has_been_spawned():
         return None
     with warm_workers(str(Path(address).with_name("python"))):

@@ -1,5 +1,6 @@
 """A transfer engine as vLLM's own are, taking the model apart at the start, that runs on a CPU."""
 
+import pickle
 from dataclasses import dataclass
 
 from vllm.distributed.weight_transfer.base import (
@@ -26,7 +27,7 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     names: list
-    ipc_handles: dict
+    pickled: bytes
     fail_at: str = ""
 
 
@@ -45,10 +46,11 @@ class LayerwiseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.model.load_weights(self.tensors(update_info))
 
     def tensors(self, update_info):
+        given = pickle.loads(update_info.pickled)
         for name in update_info.names:
             if name == update_info.fail_at:
                 raise RuntimeError(f"injected at {name}")
-            yield name, update_info.ipc_handles[name]
+            yield name, given[name]
 
     def finish_weight_update(self):
         finalize_layerwise_reload(self.model, self.model_config)

@@ -3,21 +3,9 @@
 import pytest
 
 from tests.engine.checks import assert_holds, perturbed
-from torchrl_vllm_sync import IPCTransport, MemmapTransport, P2PTransport, WeightUpdater
-from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightSyncError
+from torchrl_vllm_sync import MemmapTransport, P2PTransport, WeightUpdater
+from torchrl_vllm_sync.errors import WeightSyncError
 from torchrl_vllm_sync.weights.p2p.memory import this_node
-
-
-def test_engines_on_a_cpu_are_refused_and_go_on(service, model):
-    message = "needs trainer and engines on one CUDA device"
-    service.push_weights(perturbed(model, seed=200))
-    version = service.weight_version
-    with pytest.raises(UnsupportedArgumentError, match=f"{message}.* the engines are on cpu"):
-        service.push_weights(perturbed(model, seed=201), transport=IPCTransport())
-    assert service.weight_version == version
-    service.use_transport(MemmapTransport())
-    assert service.push_weights(model).version == version + 1
-    assert_holds(service, model)
 
 
 def test_engines_that_cannot_be_written_to_are_named_and_go_on(service, model, other_model):

@@ -35,7 +35,7 @@ def parts(model, size=7, **extra):
     items = list(model.named_parameters())
     for start in range(0, len(items), size):
         some = {name: one.detach().clone() for name, one in items[start : start + size]}
-        yield {"names": list(some), "ipc_handles_bytes": pickle.dumps(some), **extra}
+        yield {"names": list(some), "pickled": pickle.dumps(some), **extra}
 
 
 def state(service):

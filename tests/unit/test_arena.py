@@ -183,7 +183,7 @@ def test_no_wait_for_a_worker_or_a_trainer_is_endless():
     with pytest.raises(TransferError, match="in time"):
         door.take(time.monotonic() + 0.05)
     door.close()
-    with pytest.raises(TransferError, match="the trainer did not take"):
+    with pytest.raises(TransferError, match="memory was not taken at the other end"):
         hand_over(door.path, {}, new_memory(10, CPU).export(), 0.05)
 
 

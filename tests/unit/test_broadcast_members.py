@@ -11,6 +11,7 @@ from torchrl_vllm_sync import BroadcastTransport, ReplicaState
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast import transport as module
+from torchrl_vllm_sync.weights.broadcast.group import BroadcastGroup
 from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Standing
@@ -59,7 +60,7 @@ def test_weights_that_are_elsewhere_have_a_new_group_formed(device, again):
 class Group:
     """A communicator that everybody joins and nothing is sent through."""
 
-    is_connected, was_left, device = True, False, torch.device("cpu")
+    is_connected, was_left, device, memory = True, False, torch.device("cpu"), None
     rendezvous = SimpleNamespace(address="127.0.0.1", port=4321)
 
     def __init__(self):
@@ -134,7 +135,7 @@ def groups(monkeypatch):
         made.append(Group())
         return made[-1]
 
-    monkeypatch.setattr(module.BroadcastGroup, "host", host)
+    monkeypatch.setattr(BroadcastGroup, "host", host)
     monkeypatch.setattr(module.buckets, "broadcast_tensors", lambda *args, **options: None)
     monkeypatch.setattr(module.buckets, "send_buckets", lambda *args, **options: None)
     return made
