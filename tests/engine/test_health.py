@@ -68,9 +68,7 @@ def processes_of(service, index):
     """Its actor, its engine core and its worker."""
     actor = service.actors[index]
     core = psutil.Process(engine_core_pid(actor))
-    (worker,) = [
-        one for one in core.children() if "resource_tracker" not in " ".join(one.cmdline())
-    ]
+    (worker,) = [one for one in core.children() if one.num_threads() > 1]  # others only wait
     pid = ray.get(actor.describe.remote()).pid
     return {"actor": psutil.Process(pid), "core": core, "worker": worker}
 
