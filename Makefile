@@ -74,7 +74,7 @@ grpo: $(STAMP)  ## Train a tiny policy with GRPO on two replicas, no GPU needed
 test: MARKS := -m "not slow and not long"
 test-all: MARKS := -m "not long"
 test: $(STAMP)  ## Prove what is promised, in ten minutes (PYTEST_ARGS="-k memmap" selects)
-test-all: $(STAMP)  ## Run all tests but those of test-long, in 40 minutes
+test-all: $(STAMP)  ## Run all tests but those of test-long, in an hour
 test-long: $(STAMP)  ## Run longer forms of some tests, and more programs from their cold start, in half an hour
 	$(BIN)/python -m pytest -m long tests/engine $(PYTEST_ARGS)
 test test-all:

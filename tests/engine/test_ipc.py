@@ -46,6 +46,7 @@ def test_pushes_reach_every_replica_and_no_memory_is_left(faulty, trained):  # n
         return [sum(ray.get(one.__ray_call__.remote(memory_files))) for one in faulty.actors]
 
     before = held()
+    assert all(before)
     for seed in range(3):
         perturbed(trained, seed=seed)
         assert min(distance(faulty, trained, index) for index in range(3)) > 100 * TOLERANCE
@@ -54,6 +55,9 @@ def test_pushes_reach_every_replica_and_no_memory_is_left(faulty, trained):  # n
         assert_holds(faulty, trained)
     faulty.push_weights({name: one.bfloat16() for name, one in trained.state_dict().items()})
     assert before == held()
+    faulty.push_weights(trained, transport=IPCTransport(buffer_bytes=BUFFER_BYTES))
+    assert_holds(faulty, trained)
+    assert before == held()  # what the first one shared was given back
 
 
 @pytest.mark.parametrize("at", ["ready", 4])

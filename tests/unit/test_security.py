@@ -380,8 +380,6 @@ def test_trainer_ranks_take_plain_verdicts_only(malicious):
 
 # Modules that read what a file or another process wrote, and what of it may be unpickled.
 UNPICKLING = {
-    # CUDA handles from this library's trainer, in an argument of a Ray call.
-    "engine/worker.py",
     # A saved run that the user names: rows and parts of the user's own, see ``RunState.load``.
     "rl/run_state.py",
     # YAML by a ``SafeLoader``, which makes plain values only.

@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ from torchrl_vllm_sync.weights.sharded import (
     ShardedModuleSource,
     TrainerRankError,
     TrainerRanks,
+    clear_caches,
     leading,
 )
 from torchrl_vllm_sync.weights.source import fit_to_model
@@ -546,6 +548,18 @@ def test_a_rank_clears_its_cache_before_it_has_joined(ranks, monkeypatch, clears
     follower.join(timeout_s=5).ready("digest {}")
     assert cleared == [False] * clears
     leading.reports()
+
+
+def test_engines_wake_only_when_all_ranks_have_cleared_their_caches(ranks):
+    leader, follower, _ = ranks
+    source = ShardedModuleSource.__new__(ShardedModuleSource)
+    source._ranks, source._round = leader, leader.begin("digest", clears=True)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clear_caches, source)
+        time.sleep(0.2)
+        assert not waiting.done()
+        follower.join(timeout_s=5).ready('digest {"node": "", "tokens": []}')
+        waiting.result(timeout=5)
 
 
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)

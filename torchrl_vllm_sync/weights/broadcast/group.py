@@ -208,7 +208,8 @@ def _await_listener(at: Rendezvous, deadline: float) -> None:
 TRAINER_RANK = 0
 # A push id is its group's id, then this many bits that count pushes.
 PUSH_ID_BITS = 24
-# Seconds that ``abort`` waits for NCCL to leave its peers, and for Gloo to end what is under way.
+# Seconds that ``abort`` waits for NCCL to leave its peers, or for copies that read or write shared
+# memory, and for Gloo to end what is under way.
 ABORT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 0.2
 LEFT, GIVEN_UP, ONE_CHANNEL, GO = "left", "given-up", "one-channel", "go"
@@ -536,6 +537,8 @@ class SharedGroup(BroadcastGroup):
 
     def wait(self, work: Any, watch: Watch = None) -> None:
         """Waits until a bucket is filled; on the trainer, until all have read it."""
+        if self._group is None:
+            raise TransferError(CLOSED)
         number, deadline = work
         others = self._counts[1:] if self.rank == TRAINER_RANK else self._counts[:1]
 
@@ -562,7 +565,11 @@ class SharedGroup(BroadcastGroup):
             return
         if self.rank == TRAINER_RANK and self._store is not None:
             self._store.set(GIVEN_UP, "1")
-        if self._stream is not None:
-            self._stream.synchronize()  # copies of one bucket at most
         self.memory = None
+        if self._stream is not None:
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            if not wait_until(done.query, time.monotonic() + ABORT_TIMEOUT_S):
+                logger.warning("copies have not ended after %g s: memory is kept", ABORT_TIMEOUT_S)
+                return
         opened.close()
