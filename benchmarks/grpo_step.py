@@ -17,7 +17,8 @@ takes one optimizer step in minibatches; then the engine gets the weights. The s
 Phases are timed from outside and add up to ``step``; ``collect`` and ``loss`` are sums of them.
 The calls that a step is built of are timed by themselves, too: ``bare``, ``service``, ``wrapper``.
 On GPUs the engine has the first, and the trainer, in bfloat16 autocast, the last. With
-``--colocate`` engines ``sleep`` while it steps, and ``push`` wakes them.
+``--colocate`` engines of equal cache ``sleep`` while it steps. ``push`` wakes this library's, which
+is awake in others' turns; TRL's is woken when its next step begins, and has a phase ``wake``.
 
 ``python -m benchmarks.grpo_step`` takes minutes, ``--smoke`` half a minute. A record for each case.
 """
@@ -42,17 +43,9 @@ import torch
 from tensordict import set_list_to_stack
 
 from benchmarks.dispatch import own_actor
-from benchmarks.grpo_systems import (
-    GROUP,
-    SYSTEMS,
-    Bench,
-    Case,
-    Learner,
-    TorchRLClasses,
-    has_weights,
-    options_of,
-)
+from benchmarks.grpo_systems import GROUP, SYSTEMS, Bench, Case, Learner, TorchRLClasses, options_of
 from benchmarks.live_engines import local_ray, record_name, start
+from benchmarks.peers.trl_grpo import KV_CACHE_BYTES
 from benchmarks.phases import Clock
 from benchmarks.record import Recorder, parser_of, refuse_less
 from benchmarks.shapes import save_shape
@@ -200,8 +193,10 @@ def main(argv: list[str] | None = None) -> list[Path]:
                 checkpoint = save_shape(model, Path(directory), dtype="bfloat16")
             rows, n = max(CASES[one].rows for one in of_model), arguments.replicas
             most = rows if n == 1 else 5 * rows // (4 * n)  # they are balanced, but not to the row
-            options = options_of(has_weights(checkpoint), most)
+            options = options_of(checkpoint, most)
             options |= {"num_replicas": n, "colocate": arguments.colocate}
+            if arguments.colocate and torch.cuda.is_available():
+                options["kv_cache_memory_bytes"] = KV_CACHE_BYTES  # as TRL's
             with start(checkpoint, actor_class=own_actor(), **options) as service:
                 clock.wrap(service, "generate", "generate", then="rows")
                 clock.wrap(service, "sleep", "sleep")

@@ -30,7 +30,7 @@ PARTS = {
         ("environment", "encode", "rows", "reward", "advantage", "buffer", "sample"),
     ),
     "loss, backward, optimizer": ("tab:blue", ("log-probabilities", "backward", "optimizer")),
-    "push": ("tab:purple", ("push",)),
+    "push, sleep, wake": ("tab:purple", ("push", "sleep", "wake")),
     "waiting for rows": ("tab:olive", ("wait",)),
     "all at once, or not told apart": ("tab:gray", ("other",)),
 }

@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import ray
@@ -39,7 +40,6 @@ from torchrl_vllm_sync import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     from tensordict import TensorDictBase
 
@@ -63,18 +63,25 @@ class Case:
     group: int = GROUP
 
 
-def has_weights(checkpoint: Path) -> bool:
-    return any(checkpoint.glob("*.safetensors"))
+def has_weights(checkpoint: Path | str) -> bool:
+    return any(Path(checkpoint).glob("*.safetensors"))
 
 
-def options_of(weights: bool, num_rows: int) -> dict[str, Any]:
+def model_of(checkpoint: Path | str) -> Any:
+    """The model in float32, with random weights if there are no others."""
+    if has_weights(checkpoint):
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint)).float()
+
+
+def options_of(checkpoint: Path | str, num_rows: int) -> dict[str, Any]:
     """The engine's arguments."""
     options = engine_options(
         execution="graphs", max_model_len=MAX_MODEL_LEN, max_num_seqs=max(num_rows, 64)
     )
     if torch.cuda.device_count() == 1:
         options["gpu_memory_utilization"] = 0.3  # the trainer has the rest
-    return options | {"load_format": "auto" if weights else "dummy"}
+    return options | {"load_format": "auto" if has_weights(checkpoint) else "dummy"}
 
 
 class Learner:
@@ -98,12 +105,7 @@ class Learner:
         self.checkpoint, self.clock, self.max_norm = checkpoint, clock, max_norm
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
         with torch.device(self.device):
-            self.model: Any = (
-                AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-                if has_weights(checkpoint)
-                else AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-            )
-        self.model = self.model.to(self.device, torch.float32).eval()
+            self.model: Any = model_of(checkpoint).to(self.device).eval()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, fused=cuda)
         self.autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=cuda)
 
@@ -484,19 +486,14 @@ class Checked(Ours):
 
 def trl(bench: Bench) -> TRL:
     """TRL's trainer, on the same sizes."""
-    case = bench.case
     return TRL(
         str(bench.learner.checkpoint),
         [next(bench.task.questions) for _ in range(4096)],
-        rows=case.rows,
-        tokens=case.tokens,
-        minibatch=case.minibatch,
-        group=case.group,
+        case=bench.case,
         learning_rate=LEARNING_RATE,
-        engine=options_of(has_weights(bench.learner.checkpoint), case.rows),
+        engine=options_of(bench.learner.checkpoint, bench.case.rows),
         sampling=bench.task.sampling,
-        first_step=True,
-        alone=False,
+        sleeps=bench.service.colocated,
     )
 
 

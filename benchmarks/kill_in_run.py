@@ -182,7 +182,7 @@ def train(setup: Any, service: Any, *, steps: int, killer: Killer | None = None)
 
 def launch(checkpoint: Path, seed: int, **options: Any) -> AsyncVLLM:
     """Engines of the tiny model, which are restarted as often as they are killed."""
-    options = options_of(True, CASE.rows) | options
+    options = options_of(checkpoint, CASE.rows) | options
     return start(checkpoint, num_replicas=NUM_REPLICAS, max_restarts=1000, seed=seed, **options)
 
 

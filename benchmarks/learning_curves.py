@@ -156,13 +156,10 @@ class OverTRL:
             [*itertools.islice(problems, num_problems)],
             first_step=False,
             alone=service is None,
-            rows=case.rows,
-            tokens=case.tokens,
-            minibatch=case.minibatch,
-            group=case.group,
+            case=case,
             learning_rate=arguments.lr,
             max_norm=MAX_NORM,
-            engine=options_of(True, case.rows),
+            engine=options_of(arguments.checkpoint, case.rows),
             sampling={},
             score=scored["fn"],
             over=scored.get("over", "text"),
@@ -279,7 +276,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
         )
         service = None
         if set(arguments.setups) != {"trl"}:
-            options = options_of(True, max(arguments.case.rows, arguments.held_out))
+            options = options_of(arguments.checkpoint, max(arguments.case.rows, arguments.held_out))
             service = start(arguments.checkpoint, seed=arguments.seed, **options)
             cleanup.enter_context(service)
         for at, name in enumerate(arguments.setups):

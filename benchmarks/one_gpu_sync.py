@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ray
 import torch
 
-from benchmarks.grpo_systems import has_weights, options_of
+from benchmarks.grpo_systems import options_of
 from benchmarks.live_engines import local_ray, record_name, start
 from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import save_shape
@@ -95,7 +95,7 @@ def beside(service: AsyncVLLM, trainer: Trainer, system: str, num_requests: int)
 def measure(recorder: Recorder, name: str, checkpoint: Path, args: argparse.Namespace) -> None:
     """Launches a case's engine, and pushes by each system in turn."""
     _, own_dtype, dtype, share = CASES[name]
-    options = options_of(has_weights(checkpoint), 64) | {"stage_weights": True}
+    options = options_of(checkpoint, 64) | {"stage_weights": True}
     # On a CPU it computes with its parameters as they are.
     plain = {"worker_extension_cls": "tests.engine.plain_worker.PlainWorker"}
     options |= {"gpu_memory_utilization": share} if share else plain

@@ -3,7 +3,8 @@
 Read in TRL 1.16 (``trl/trainer/grpo_trainer.py``, ``trl/generation/vllm_generation.py``). It gets
 the model, prompts, reward and sizes of the others, and their engine's options. What it does by
 default beyond their work is switched off: gradient checkpointing, clipping, and a second forward
-pass of all rows, which corrects for the engine's probabilities.
+pass of all rows, which corrects for the engine's probabilities. Its sleep mode is switched on where
+engines sleep: a step begins asleep, and TRL has its engine sleep again after sampling.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from benchmarks.sync_actors import spawn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-LAUNCH_TIMEOUT_S = 240
-STEP_TIMEOUT_S = 240
+    from benchmarks.grpo_systems import Case
+
+TIMEOUT_S = 240  # of a launch, and of a step
+KV_CACHE_BYTES = 12 * 2**30
 
 
 def questions() -> Iterator[dict[str, list[str]]]:
@@ -50,7 +53,10 @@ def score(prompts: Iterable[str], answers: Iterable[str], **_: Any) -> list[floa
 
 
 class TRL:
-    """The trainer in a process with a GPU of its own; the only one, if ``alone``."""
+    """The trainer in a process with a GPU of its own; the only one, if ``alone``.
+
+    If its engine ``sleeps``, it shares the only one: an actor that asks Ray for none sees it.
+    """
 
     name = "trl"
 
@@ -59,18 +65,19 @@ class TRL:
         checkpoint: str,
         problems: list[dict[str, list[str]]],
         *,
-        first_step: bool,
-        alone: bool,
+        first_step: bool = True,
+        alone: bool = False,
+        sleeps: bool = False,
         **settings: Any,
     ) -> None:
         self.version = metadata.version("trl")  # raises where there is none
         num_gpus = torch.cuda.device_count()
-        if num_gpus == 1 and not alone:
+        if num_gpus == 1 and not (alone or sleeps):
             raise RuntimeError("the trainer needs another GPU than the engine's")
-        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 0))
+        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 1))
         try:
-            beginning = self.trainer.begin.remote(checkpoint, problems, **settings)
-            ray.get(beginning, timeout=LAUNCH_TIMEOUT_S)
+            beginning = self.trainer.begin.remote(checkpoint, problems, sleeps=sleeps, **settings)
+            ray.get(beginning, timeout=TIMEOUT_S)
             if first_step:  # if it fails, then now, rather than among measurements of others
                 self.step()
         except RayTaskError as error:
@@ -84,15 +91,15 @@ class TRL:
         return {}
 
     def step(self) -> dict[str, float]:
-        return ray.get(self.trainer.step.remote(), timeout=STEP_TIMEOUT_S)
+        return ray.get(self.trainer.step.remote(), timeout=TIMEOUT_S)
 
     def sampled(self) -> tuple[float, int]:
         """Mean reward and number of tokens since the last call of this method."""
-        return ray.get(self.trainer.sampled.remote(), timeout=STEP_TIMEOUT_S)
+        return ray.get(self.trainer.sampled.remote(), timeout=TIMEOUT_S)
 
     def evaluate(self, problems: list[dict[str, list[str]]]) -> float:
         """Mean score of greedy answers, by the engine with the trainer's weights."""
-        return ray.get(self.trainer.evaluate.remote(problems), timeout=STEP_TIMEOUT_S)
+        return ray.get(self.trainer.evaluate.remote(problems), timeout=TIMEOUT_S)
 
     def close(self) -> None:
         ray.kill(self.trainer)
@@ -111,13 +118,11 @@ class Trainer:
         checkpoint: str,
         problems: list[dict[str, list[str]]],
         *,
-        rows: int,
-        tokens: int,
-        minibatch: int,
-        group: int,
+        case: Case,
         learning_rate: float,
         engine: dict[str, Any],
         sampling: dict[str, Any],
+        sleeps: bool,
         max_norm: float = 0.0,
         score: Callable[..., list[float]] = score,
         over: str = "text",
@@ -129,15 +134,17 @@ class Trainer:
         """
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+        from transformers import AutoTokenizer, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
         from trl.generation import vllm_generation  # pyright: ignore[reportMissingImports]
+
+        from benchmarks.grpo_systems import model_of  # which imports this file
 
         cuda = torch.cuda.is_available()
         # GRPOConfig has no way to say how the engine runs the model.
         shared = ("load_format", "compilation_config", "block_size", "dtype")
         ours = {name: engine[name] for name in shared if name in engine}
-        ours["kv_cache_memory_bytes"] = engine.get("kv_cache_memory_bytes", 12 * 2**30)
+        ours["kv_cache_memory_bytes"] = engine.get("kv_cache_memory_bytes", KV_CACHE_BYTES)
         vllm_generation.LLM = partial(vllm_generation.LLM, **ours)
 
         clock, asked, found = self.clock, self.asked, self.found
@@ -181,7 +188,7 @@ class Trainer:
             queries = [one["query"][0] for one in problems]
             answers = self.trainer.vllm_generation.llm.chat(
                 [[{"role": "user", "content": one}] for one in queries],
-                SamplingParams(max_tokens=tokens, temperature=0.0),
+                SamplingParams(max_tokens=case.tokens, temperature=0.0),
                 use_tqdm=False,
             )
             firsts = [one.outputs[0] for one in answers]
@@ -190,26 +197,22 @@ class Trainer:
             return statistics.fmean(rated(queries, [one.text for one in firsts], ids, of))
 
         self.greedy = greedy
-        if engine["load_format"] == "dummy":
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-            model = model.float()
-        else:
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         config = GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             max_steps=100_000,
             learning_rate=learning_rate,
             lr_scheduler_type="constant",
-            per_device_train_batch_size=minibatch,
-            gradient_accumulation_steps=rows // minibatch,
-            num_generations=group,
-            max_completion_length=tokens,
+            per_device_train_batch_size=case.minibatch,
+            gradient_accumulation_steps=case.rows // case.minibatch,
+            num_generations=case.group,
+            max_completion_length=case.tokens,
             generation_kwargs=sampling,
             shuffle_dataset=False,
             use_vllm=True,
             vllm_mode="colocate",
             vllm_max_model_length=engine["max_model_len"],
             vllm_gpu_memory_utilization=0.1,  # the cache's size is given
+            vllm_enable_sleep_mode=sleeps and cuda,
             vllm_importance_sampling_correction=False,
             gradient_checkpointing=False,
             max_grad_norm=max_norm,
@@ -222,7 +225,7 @@ class Trainer:
             disable_tqdm=True,
         )
         self.trainer: Any = GRPOTrainer(
-            model=model,
+            model=model_of(checkpoint),
             reward_funcs=reward,
             args=config,
             # Without a name of ours it pickles the table's type, which not every pyarrow allows.
@@ -243,6 +246,8 @@ class Trainer:
         clock.wrap(trainer, "_tokenize_prompts", "encode")
         clock.wrap(trainer.vllm_generation, "generate", "generate")
         clock.wrap(trainer.vllm_generation, "sync_weights", "push", settle=True)
+        clock.wrap(trainer.vllm_generation.llm, "wake_up", "wake", settle=True)  # within these two
+        clock.wrap(trainer.vllm_generation.llm, "sleep", "sleep", settle=True)
         clock.wrap(trainer, "_generate", "rows")
         clock.wrap(trainer, "_calculate_rewards", "reward")
         clock.wrap(trainer, "_generate_and_score_completions", "advantage", settle=True)
@@ -273,7 +278,7 @@ class Trainer:
     def ask(self, job: Callable[[], Any] | None) -> Any:
         """Has the trainer's thread do something between two steps, or take one."""
         self.asked.put(job)
-        found = self.found.get(timeout=STEP_TIMEOUT_S)
+        found = self.found.get(timeout=TIMEOUT_S)
         if isinstance(found, BaseException):
             raise found
         return found

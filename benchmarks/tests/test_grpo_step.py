@@ -12,7 +12,8 @@ import torch
 from benchmarks import grpo_step
 from benchmarks.grpo_step import CASES
 from benchmarks.grpo_systems import Bound, Learner
-from benchmarks.peers.trl_grpo import questions, score
+from benchmarks.peers import trl_grpo
+from benchmarks.peers.trl_grpo import TRL, questions, score
 from benchmarks.phases import Clock
 from torchrl_vllm_sync.testing import make_tiny_checkpoint, token_log_probs
 
@@ -98,6 +99,29 @@ def test_the_record_says_what_stopped_trl_and_what_stops_others_is_raised(
     monkeypatch.setitem(grpo_step.SYSTEMS, "ours", fails)
     with pytest.raises(ImportError, match="no module of that name"):
         grpo_step.run("smoke", None, None, arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "where", "asked"),
+    [(0, {}, 0), (1, {"alone": True}, 0), (1, {"sleeps": True}, 0), (2, {}, 1)],
+)
+def test_trl_asks_for_a_gpu_of_its_own_or_shares_the_only_one(monkeypatch, num_gpus, where, asked):
+    given = {}
+    begin = SimpleNamespace(remote=lambda *_, **settings: given.update(settings))
+    spawn = lambda _, num_gpus: given.update(asked=num_gpus) or SimpleNamespace(begin=begin)  # noqa: E731
+    monkeypatch.setattr(trl_grpo, "spawn", spawn)
+    monkeypatch.setattr(trl_grpo.metadata, "version", lambda _: "1.16.0")
+    monkeypatch.setattr(trl_grpo.ray, "get", lambda *_, **__: None)
+    monkeypatch.setattr(trl_grpo.torch.cuda, "device_count", lambda: num_gpus)
+    TRL("", [], first_step=False, case=CASES["smoke"], **where)
+    assert given == {"asked": asked, "case": CASES["smoke"], "sleeps": "sleeps" in where}
+
+
+def test_trl_does_not_share_the_only_gpu_with_an_engine_that_stays_awake(monkeypatch):
+    monkeypatch.setattr(trl_grpo.metadata, "version", lambda _: "1.16.0")
+    monkeypatch.setattr(trl_grpo.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="another GPU"):
+        TRL("", [])
 
 
 def test_the_bound_computes_log_probabilities_of_the_answers_alone(tmp_path, bench):

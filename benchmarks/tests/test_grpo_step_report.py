@@ -30,6 +30,14 @@ def test_parts_add_up_to_the_step():
     assert sum(found.values()) == 3.175
 
 
+def test_engines_that_are_put_to_sleep_take_the_time_of_pushes():
+    records = [
+        RUN["records"][0] | {"metric": metric, "samples": [seconds]}
+        for metric, seconds in {"step": 7.0, "push": 1.0, "sleep": 2.0, "wake": 4.0}.items()
+    ]
+    assert parts({"records": records})["ours"]["push, sleep, wake"] == 7.0
+
+
 def test_systems_without_a_step_have_no_bar():
     assert parts({"records": RUN["records"][:-1]}) == {}
 

@@ -26,7 +26,7 @@ def launch(checkpoint):
         num_cpus_per_replica=0,
         verbose=False,
         worker_extension_cls="tests.engine.plain_worker.PlainWorker",
-        **options_of(True, CASE.rows) | ALIKE,
+        **options_of(checkpoint, CASE.rows) | ALIKE,
     )
 
 
