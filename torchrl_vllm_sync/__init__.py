@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.rl.groups import RolloutStorage as RolloutStorage
     from torchrl_vllm_sync.rl.grpo import GRPORun as GRPORun
     from torchrl_vllm_sync.rl.grpo import train_grpo as train_grpo
+    from torchrl_vllm_sync.rl.masters import MasterWeights as MasterWeights
     from torchrl_vllm_sync.rl.pacing import Pacer as Pacer
     from torchrl_vllm_sync.rl.policy import vLLMWrapper as vLLMWrapper
     from torchrl_vllm_sync.rl.rollouts import RolloutCollector as RolloutCollector

@@ -13,9 +13,16 @@ import torch
 
 from tests.engine.faults import DozingActor, engine_core_pid
 from tests.engine.requests import eventually
-from tests.gpu.test_ipc_gpu import TOLERANCE, mean_difference, service_beside
-from torchrl_vllm_sync.errors import SyncError
-from torchrl_vllm_sync.testing import load_tiny_model
+from tests.gpu.test_ipc_gpu import (
+    TOKEN_IDS,
+    TOLERANCE,
+    engine_log_probs,
+    mean_difference,
+    service_beside,
+)
+from torchrl_vllm_sync import MasterWeights
+from torchrl_vllm_sync.errors import SyncError, TransferNotReadyError
+from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 SLACK_MIB = 64
 # A trainer in a process of its own, on the same GPU: it is ready, and goes on when it is told to.
@@ -44,6 +51,45 @@ def service(cluster, checkpoints):
 @pytest.fixture(scope="module")
 def model(checkpoints):
     return load_tiny_model(checkpoints[1]).cuda()
+
+
+@pytest.mark.gpu
+def test_parameters_in_the_engines_memory(cluster, checkpoints):
+    """Steps of an optimizer are what the engine computes with, also after it was killed."""
+    model = load_tiny_model(checkpoints[1]).bfloat16().cuda()
+    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0)
+    how = {"actor_class": DozingActor, "max_restarts": 20, "share_weights": True}
+    with service_beside(checkpoints[0], colocate=True, **how) as service:
+        moved = []
+        for step in range(4):
+            places = [one.data_ptr() for one in model.parameters()]
+            report = service.push_weights(model, audit=True)
+            assert report.transport == "p2p"
+            moved.append(places != [one.data_ptr() for one in model.parameters()])
+            inside = {id(one) for one in service.weights.pusher.transport.inside()}
+            assert inside == {id(one) for one in model.parameters()}
+            wanted = token_log_probs(model, TOKEN_IDS)
+            assert (engine_log_probs(service) - wanted).abs().mean() < TOLERANCE
+            for one in model.parameters():
+                one.grad = torch.randn_like(one) * 0.05
+            with pytest.raises(TransferNotReadyError, match="have the service sleep"):
+                optimizer.step()
+            service.sleep(2, "keep")
+            optimizer.step()
+            changed = token_log_probs(model, TOKEN_IDS)
+            assert (changed - wanted).abs().mean() > 4 * TOLERANCE
+            if step == 2:
+                (before,) = service.replicas.members
+                os.kill(engine_core_pid(service.actors[0]), signal.SIGKILL)
+                eventually(lambda: is_restarted(service, before.num_restarts), timeout_s=150)
+                assert torch.equal(token_log_probs(model, TOKEN_IDS), changed)
+        assert moved == [True, False, False, True]
+    assert torch.isfinite(token_log_probs(model, TOKEN_IDS)).all()
+
+
+def is_restarted(service, num_before):
+    (now,) = service.replicas.members
+    return now.num_restarts > num_before and service.replicas.call_replicas("report").good
 
 
 @pytest.fixture

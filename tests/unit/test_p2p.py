@@ -130,7 +130,7 @@ def test_an_engine_that_repacks_its_weights_is_named(world, transport, monkeypat
 
 
 def test_a_gpu_without_room_is_named(world, transport, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise TransferError("staged weights need 9.00 GB")
 
     monkeypatch.setattr(receiver, "WeightArena", refuse)

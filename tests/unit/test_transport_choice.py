@@ -38,8 +38,8 @@ def spare(place):
 
 CHOICES = {
     "spare memory on another GPU": (gpu("a"), [spare(gpu("b")), spare(gpu("c", "d"))], "p2p"),
-    "spare memory on the same GPU": (gpu("a"), [spare(gpu("a"))], "ipc"),
-    "spare memory on the trainer's GPU, too": (gpu("a"), [spare(gpu("a", "b"))], "ipc"),
+    "spare memory on the same GPU": (gpu("a"), [spare(gpu("a"))], "p2p"),
+    "spare memory on the trainer's GPU, too": (gpu("a"), [spare(gpu("a", "b"))], "p2p"),
     "spare memory on another node": (gpu("a"), [spare(gpu("b", node="n2"))], "broadcast"),
     "one without spare memory": (gpu("a"), [spare(gpu("b")), gpu("c")], "broadcast"),
     "spare memory on CPUs": (cpu(), [spare(cpu()), spare(cpu())], "p2p"),

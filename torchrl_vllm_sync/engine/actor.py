@@ -27,7 +27,7 @@ from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.adapters import Adapters
 from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
-from torchrl_vllm_sync.engine.args import own_processes
+from torchrl_vllm_sync.engine.args import SHARED_BACKEND, own_processes
 from torchrl_vllm_sync.engine.arrivals import Arrivals, NativeCalls
 from torchrl_vllm_sync.engine.plan import check_can_be_filled, checkpoint_metadata
 from torchrl_vllm_sync.engine.updates import Updates
@@ -222,6 +222,8 @@ class EngineActor:
         internals.watch_samples(self.engine, self._gate.register)
         self._workers = await internals.call_workers(self.engine, "sync_describe")
         self._updates = updates = Updates(self.engine, self._gate)
+        config = self.engine.vllm_config.weight_transfer_config
+        updates.is_shared = config is not None and config.backend == SHARED_BACKEND
         self._adapters = Adapters(updates, self._gate)
         self._answers.begin(self.engine, updates, self._adapters.choose)
         self._native = NativeCalls(updates, self.engine, self._gate)

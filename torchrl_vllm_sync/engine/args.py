@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # Registered with vLLM by the worker extension, in our engines only.
 BROADCAST_BACKEND = "torchrl_broadcast"
 STAGED_BACKEND = "torchrl_broadcast_staged"
+SHARED_BACKEND = "torchrl_broadcast_shared"
 WORKER_EXTENSION = "torchrl_vllm_sync.engine.worker.SyncWorkerExtension"
 # vLLM's own defaults take most of a host's memory for the KV cache of one CPU engine.
 CPU_KV_CACHE_BYTES = 256 * 2**20
@@ -125,7 +126,7 @@ def _with_hint(unknown: str, known: set[str]) -> str:
 
 
 def prepare_engine_args(
-    engine_args: AsyncEngineArgs, *, stage_weights: bool = False
+    engine_args: AsyncEngineArgs, *, stage_weights: bool = False, share_weights: bool = False
 ) -> AsyncEngineArgs:
     """Returns a copy that this library's replicas can run."""
     from vllm import AsyncEngineArgs
@@ -150,10 +151,12 @@ def prepare_engine_args(
         prepared.worker_extension_cls = WORKER_EXTENSION
     if (given := prepared.weight_transfer_config) is None:
         backend = STAGED_BACKEND if stage_weights else BROADCAST_BACKEND
+        backend = SHARED_BACKEND if share_weights else backend
         prepared.weight_transfer_config = WeightTransferConfig(backend=backend)
-    elif stage_weights:
+    elif stage_weights or share_weights:
+        argument = "stage_weights" if stage_weights else "share_weights"
         raise UnsupportedArgumentError(
-            f"stage_weights needs weight_transfer_config to be left unset, got {given}"
+            f"{argument} needs weight_transfer_config to be left unset, got {given}"
         )
     # What vLLM's CPU backend was seen to crash on (0.32; SIGSEGV, NotImplementedError).
     given, backend = prepared.pipeline_parallel_size, "on vLLM's CPU backend"

@@ -186,7 +186,8 @@ class Arrivals:
     ) -> list[int]:
         """Returns the number of each worker's memory that may be written to."""
         args = run_id, known, path, self._updates.replica_id, timeout_s
-        answers = await self._ask("beginning", "sync_begin_writing", *args, timeout_s=timeout_s)
+        call, how = ("beginning", "sync_begin_writing", *args), self._updates.require_asleep
+        answers = await self._ask(*call, timeout_s=timeout_s, requires=how)
         self._is_checked = all(one["is_checked"] for one in answers)
         return [one["number"] for one in answers]
 
@@ -487,16 +488,21 @@ class NativeCalls:
     async def sleep(
         self, level: int = 1, mode: PauseMode = "abort", *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`."""
+        """Puts the engine to sleep; new requests wait at the gate until :meth:`wake_up`.
+
+        One that shares its weights with a trainer keeps its memory.
+        """
         check_mode(mode)
         if level not in (0, 1, 2):
             raise errors.UnsupportedArgumentError(f"level must be one of (0, 1, 2), got {level!r}")
+        is_shared = self._updates.is_shared
         able = current_platform.is_cpu() or self._engine.vllm_config.model_config.enable_sleep_mode
-        if level > 0 and not able:
+        if level > 0 and not (able or is_shared):
             needs = "needs enable_sleep_mode=True at launch"
             raise errors.UnsupportedArgumentError(f"sleep(level={level}) {needs}")
         async with self._turn("sleep", timeout_s):
-            await self._hold("falling asleep", self._engine.sleep(level, mode), timeout_s)
+            call = self._engine.sleep(0 if is_shared else level, mode)
+            await self._hold("falling asleep", call, timeout_s)
             if level > 0:
                 self._updates.asleep = MEMORY_TAGS
             if level > 1:
@@ -517,7 +523,8 @@ class NativeCalls:
                 "it has no weights to serve with: wake_up(['weights']), then an update, then "
                 "wake_up(['kv_cache'])"
             )
-        await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
+        if not self._updates.is_shared:
+            await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
         self._updates.asleep = left
         if not left:
             await self._let_go()

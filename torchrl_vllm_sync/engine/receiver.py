@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from torchrl_vllm_sync.checks import Deadline, first_few
-from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, SHARED_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import (
     LoadPlan,
     PlanNotPossibleError,
@@ -46,6 +46,7 @@ from torchrl_vllm_sync.weights.module import (
     storage_key,
 )
 from torchrl_vllm_sync.weights.p2p.memory import WeightArena, hand_over
+from torchrl_vllm_sync.weights.source import device_uuid
 
 Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
@@ -124,10 +125,11 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self.arena: WeightArena | None = None
         # From the end of a staged push until it is installed: whole tensors, if there is no plan.
         self._staged: list[tuple[str, torch.Tensor]] | None = None
-        if self._can_stage and not repacks():
+        if config.backend != BROADCAST_BACKEND and not repacks():
             try:
                 # Before graphs are captured, and before vLLM sizes its KV cache for what is left.
-                self.arena = WeightArena(self.model, self.device)
+                is_shared = config.backend == SHARED_BACKEND
+                self.arena = WeightArena(self.model, self.device, is_shared=is_shared)
             except TransferError as error:
                 # Raised here it would end the engine core; vLLM does not pass its message on.
                 self._can_stage, self.staging_refusal = False, str(error)
@@ -302,7 +304,8 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             dtype = dtype_name(target.dtype)
             row = copy.name, copy.offset, tuple(copy.shape), tuple(copy.stride)
             writes.append((*row, dtype, place, tuple(target.stride())))
-        return {"num_bytes": arena.num_bytes, "writes": writes}
+        lends_on = device_uuid(self.device) if arena.is_shared else None
+        return {"num_bytes": arena.num_bytes, "writes": writes, "lends_on": lends_on}
 
     @torch.no_grad()
     def begin_writing(
@@ -327,8 +330,12 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self.arena.take(run_id, number)
         if not self.is_checked:
             self.is_checked = True
-            self.arena.mirror()  # the plan reads from there, which a reload leaves alone
-            self._compare_with(lambda: reload_model(self.model, self.vllm_config, plan.tensors()))
+            tensors = plan.tensors()
+            if self.arena.is_shared:
+                tensors = [*tensors]  # from where a reload writes to
+            else:
+                self.arena.mirror()  # the plan reads from there, which a reload leaves alone
+            self._compare_with(lambda: reload_model(self.model, self.vllm_config, tensors))
             if self._distrust and any(one.isnan().any() for one in self.model.parameters()):
                 raise TransferError(f"{self._distrust}; some of the weights were not written")
 
@@ -465,6 +472,6 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self._distrust = self.path_reason = f"the plan {what}"
 
 
-for _name in (BROADCAST_BACKEND, STAGED_BACKEND):
+for _name in (BROADCAST_BACKEND, STAGED_BACKEND, SHARED_BACKEND):
     if _name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(_name, BroadcastReceiver)

@@ -85,6 +85,7 @@ class Updates:
         self.apart = False  # whether models may be taken apart for a reload, which the next repairs
         self.held = False  # whether the engine's user has paused it
         self.pinned = False  # whether the version must stay as it is
+        self.is_shared = False  # whether weights are in memory that a trainer writes in place
         self.asleep: frozenset[str] = frozenset()  # memory put to sleep: "weights", "kv_cache"
         self.run_id: str | None = None  # of the run that the version belongs to, if that is known
         self.num_waiting = 0  # updates that wait for the one under way
@@ -183,6 +184,12 @@ class Updates:
         self.require_weights()
         if not self.whole:
             raise errors.TransferError(f"replica {self.replica_id} holds no whole version")
+
+    def require_asleep(self) -> None:
+        """Refuses writes to weights that are being computed with."""
+        if self.is_shared and not self.asleep:
+            serves = f"replica {self.replica_id} serves the weights that are about to be written"
+            raise errors.TransferNotReadyError(f"{serves}: sleep first")
 
     def require_base(self, version: int) -> None:
         self.require_whole()

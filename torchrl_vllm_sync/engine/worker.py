@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.adapters import WorkerAdapters
-from torchrl_vllm_sync.engine.args import STAGED_BACKEND
+from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
 from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
 from torchrl_vllm_sync.errors import (
@@ -191,6 +191,7 @@ class SyncWorkerExtension:
     @answered
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
         """Loads one stored version, which the caller has verified and holds the lock on."""
+        self._sync_part()
         self._sync_touched = True
 
         def load() -> int:
@@ -223,6 +224,7 @@ class SyncWorkerExtension:
         deadline = time.monotonic() + timeout_s
         receiver = self._sync_prepared(digest)
         receiver.await_start(push_id, deadline)
+        self._sync_part()
         self._sync_touched = True
         num_tensors = receiver.receive(deadline, num_passes=num_passes, direct=direct)
         return {"num_tensors": num_tensors, **receiver.path_taken}
@@ -285,7 +287,7 @@ class SyncWorkerExtension:
     def sync_describe(self) -> tuple[str, str, str]:
         """Returns UUID (of a GPU) and name of its device, and why no trainer can write to it."""
         receiver, why = self.weight_transfer_engine, NOT_STAGED
-        if isinstance(receiver, BroadcastReceiver) and receiver.config.backend == STAGED_BACKEND:
+        if isinstance(receiver, BroadcastReceiver) and receiver.config.backend != BROADCAST_BACKEND:
             why = receiver.staging_refusal or why_not_a_plan(self.vllm_config)
         return device_uuid(self.device), device_name(self.device), why
 
@@ -303,6 +305,8 @@ class SyncWorkerExtension:
         unproven = receiver.path_reason if gives and receiver.path != "plan" else ""
         if reason := why_not_a_plan(self.vllm_config) or unproven:
             raise TransferError(f"weights cannot be copied as they are: {reason}")
+        if not gives:
+            self._sync_part()
         self._sync_peer = PeerCopy(self._sync_model())
         return {"layout": self._sync_peer.layout, "num_chunks": self._sync_peer.num_chunks}
 
@@ -378,6 +382,12 @@ class SyncWorkerExtension:
             )
         return receiver
 
+    def _sync_part(self) -> None:
+        """Leaves memory that a trainer shares to it: other weights are about to come."""
+        receiver = self._native_launched or self.weight_transfer_engine
+        if isinstance(receiver, BroadcastReceiver) and receiver.arena is not None:
+            receiver.arena.part()
+
     def _sync_prepared(self, digest: str) -> BroadcastReceiver:
         receiver = self._sync_receiver()
         if receiver.digest != digest:
@@ -443,6 +453,7 @@ class SyncWorkerExtension:
     def native_start(self) -> None:
         """Begins an update; no step may run until it has ended."""
         self._native_abandon()
+        self._sync_part()
         engine = self._native_engine()
         self._native_parts = 0
         if not isinstance(engine, BroadcastReceiver):

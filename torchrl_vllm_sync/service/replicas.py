@@ -55,6 +55,7 @@ class ServiceSettings:
     launched_at: float | None = None  # in seconds since 1970
     detached: bool = False  # whether replicas outlive the process that starts them
     colocated: bool = False  # whether engines sleep while a trainer uses their memory
+    shares_weights: bool = False  # whether they keep it, and the trainer's parameters are in it
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
     max_restarts: int = 0  # of each replica within an hour

@@ -131,6 +131,10 @@ class AsyncVLLM(RLvLLMEngine):
         colocate: Engines are on the trainer's GPUs, and sleep while it needs their memory: from
             :meth:`sleep` on, which :class:`RolloutCollector` calls before it hands a batch on,
             until the next push, which wakes them. See :meth:`awake`.
+        share_weights: With ``colocate``, engines keep their memory while they sleep, and the first
+            push of a module moves its parameters there, as far as these are of the engines' dtype
+            and lie there in one piece: later ones send nothing. Only when engines sleep may an
+            optimizer write, and a push that fails leaves them asleep. See ``MasterWeights``.
         trainer_memory_bytes: With ``colocate``, what the trainer keeps on each of these GPUs while
             engines are awake: parameters, gradients, optimizer state. Where that does not fit
             beside ``gpu_memory_utilization``, nothing is started.
@@ -167,6 +171,7 @@ class AsyncVLLM(RLvLLMEngine):
         max_restarts: int = 3,
         scaling: ScalingPolicy | None = None,
         colocate: bool = False,
+        share_weights: bool = False,
         trainer_memory_bytes: int = 0,
     ) -> None:
         checks.check_integer("max_restarts", max_restarts, 0)
@@ -187,9 +192,13 @@ class AsyncVLLM(RLvLLMEngine):
         if colocate and (stage_weights or scaling):
             what = "stage_weights, whose second set" if stage_weights else "scaling, whose replicas"
             raise UnsupportedArgumentError(f"colocate is not for {what} would be awake")
-        engine_args = prepare_engine_args(engine_args, stage_weights=stage_weights)
+        if share_weights and not colocate:
+            raise UnsupportedArgumentError("share_weights is for colocate=True")
+        engine_args = prepare_engine_args(
+            engine_args, stage_weights=stage_weights, share_weights=share_weights
+        )
         if colocate and not on_cpu():
-            engine_args.enable_sleep_mode = True
+            engine_args.enable_sleep_mode = not share_weights
             if trainer_memory_bytes:
                 check_shares(engine_args, trainer_memory_bytes, gpu_bytes())
         if not verbose:
@@ -210,6 +219,7 @@ class AsyncVLLM(RLvLLMEngine):
             actor_class=actor_class,
             detached=detached,
             colocated=colocate,
+            shares_weights=share_weights,
             request_timeout_s=request_timeout_s,
             unresponsive_after_s=unresponsive_after_s,
             max_restarts=max_restarts,

@@ -42,6 +42,7 @@ class Weights:
             self.hooks.announce,
             strict=strict,
             wakes=replicas.settings.colocated,
+            shares=replicas.settings.shares_weights,
         )
         self._metadata: list[ParamMeta] | None = None
 

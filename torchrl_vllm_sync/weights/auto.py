@@ -44,9 +44,9 @@ def choose_transport(
 ) -> TransportName:
     """Names the transport that moves weights from ``trainer`` to all ``engines``.
 
-    In this order: ``ipc`` if an engine is on the trainer's GPU, and all are on GPUs of its node
-    that reach it; ``p2p`` if all are on the trainer's node, on CPUs as it is or on GPUs that its
-    own reaches, and have reserved memory that can be written to; ``broadcast`` if all are on GPUs
+    In this order: ``p2p`` if all are on the trainer's node, on CPUs as it is or on GPUs that its
+    own reaches, and have reserved memory that can be written to; ``ipc`` if an engine is on the
+    trainer's GPU, and all are on GPUs of its node that reach it; ``broadcast`` if all are on GPUs
     of their own; ``memmap`` if all are on the trainer's node, whose shared memory they see;
     ``broadcast`` over Gloo if all are on CPUs. Whether GPUs reach each other is only asked of those
     that this process sees.
@@ -66,10 +66,10 @@ def choose_transport(
     on_gpus = places and kinds == {"cuda"}
     used = set(itertools.chain(*(one.device_uuids for one in places)))
     is_local = all(one.node_id == trainer.node_id for one in places)
-    if on_gpus and own & used and is_local and not _unreachable(own, used - own):
-        return "ipc"
     if places and not why_not_p2p(trainer, engines):
         return "p2p"
+    if on_gpus and own & used and is_local and not _unreachable(own, used - own):
+        return "ipc"
     if on_gpus and not any(own & set(one.device_uuids) for one in places):
         return "broadcast"
     if is_local and trainer.node_id:
@@ -92,8 +92,6 @@ def why_not_p2p(trainer: Place, engines: Mapping[str, Place | EngineDescription]
             reason = "it is on another host than the trainer"
         elif one.device_type != trainer.device_type:
             reason = f"it is on {one.device_type}, the trainer on {trainer.device_type}"
-        elif own & set(one.device_uuids):
-            reason = "it shares the trainer's GPU"
         elif one.device_type == "cuda" and (apart := _unreachable(own, one.device_uuids)):
             reason = f"the trainer's GPU does not reach its {apart}"
         else:
@@ -108,7 +106,7 @@ def _unreachable(own: set[str], others: Iterable[str]) -> str:
     gpus = range(torch.cuda.device_count())
     visible = {device_uuid(torch.device("cuda", index)): index for index in gpus}
     for other in visible.keys() & others:
-        for mine in visible.keys() & own:
+        for mine in visible.keys() & own - {other}:
             if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
                 return other
     return ""

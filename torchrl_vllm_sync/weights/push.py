@@ -9,9 +9,12 @@ import statistics
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.errors import (
@@ -21,6 +24,7 @@ from torchrl_vllm_sync.errors import (
     StaleVersionError,
     SyncError,
     TransferError,
+    TransferNotReadyError,
     UnsupportedArgumentError,
     WeightAuditError,
     WeightSyncError,
@@ -57,6 +61,8 @@ from torchrl_vllm_sync.weights.transport import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    import torch
 
     from torchrl_vllm_sync.weights.module import ParamMeta
 
@@ -293,6 +299,17 @@ def deliver(transport: WeightTransport, members: Members, push: Push) -> list[Lo
     return members.reports(answers)
 
 
+def refuse_steps(pusher: WeightPusher) -> None:
+    """Has optimizers ask before they write, as long as the pusher is there."""
+    me = weakref.ref(pusher)
+
+    def ask_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (alive := me()) is not None:
+            alive.refuse_step(optimizer)
+
+    weakref.finalize(pusher, register_optimizer_step_pre_hook(ask_first).remove)
+
+
 class WeightPusher:
     """Pushes a trainer's weights to a service's replicas, one push at a time."""
 
@@ -304,10 +321,13 @@ class WeightPusher:
         *,
         strict: bool = True,
         wakes: bool = False,
+        shares: bool = False,
     ) -> None:
         self._client, self._expected = client, expected
         self._on_commit, self._strict = on_commit, strict
-        self._wakes = wakes
+        self._wakes, self._shares = wakes, shares
+        if shares:
+            refuse_steps(self)
         self.slept_s: float | None = None  # while engines sleep: what it took to begin that
         self._members, self._ledger = Members(client), VersionLedger()
         self._pushed: dict[int | None, Content] = {}  # the last version that a replica may hold
@@ -542,6 +562,8 @@ class WeightPusher:
                     confirm()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
+                if self._shares and self.slept_s is None:  # weights are written in place
+                    self._fall_asleep(mode)
                 if self._wakes:
                     times.seconds["sleep_s"] = self.slept_s or 0.0
                     with times.measure("wake_s"):
@@ -659,8 +681,30 @@ class WeightPusher:
 
     def _rouse(self, tag: str) -> dict[str, Any]:
         """Wakes memory of the replicas that sleep."""
-        names = self._client.standings().keys() - self._members.silent.keys()
-        return ask(self._client, "rouse", dict.fromkeys(names, (tag,)), WAKE_TIMEOUT_S)
+        return self._ask(self._heard(), "rouse", tag, limit_s=WAKE_TIMEOUT_S)
+
+    def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps an optimizer from weights that engines are computing with."""
+        transport = self.transport
+        if self.slept_s is not None or not isinstance(transport, P2PTransport):
+            return
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if stepped.isdisjoint(map(id, transport.inside())):
+            return
+        reports = [one for one in self._reports().values() if isinstance(one, EngineReport)]
+        if awake := [one.replica_id for one in reports if not one.asleep]:
+            raise TransferNotReadyError(
+                f"replicas {awake} compute with these parameters: have the service sleep before "
+                "an optimizer changes them"
+            )
+
+    def _fall_asleep(self, mode: PauseMode) -> None:
+        begin = time.perf_counter()
+        self._ask(self._heard(), "sleep", 2, mode, limit_s=FIRST_TIMEOUT_S)
+        self.slept_s = time.perf_counter() - begin
+
+    def _heard(self) -> Collection[str]:
+        return self._client.standings().keys() - self._members.silent.keys()
 
     def _held_back(
         self, push: Push, reports: list[LoadReport], wrong: Mapping[str, str]

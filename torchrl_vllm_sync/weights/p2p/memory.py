@@ -382,13 +382,19 @@ def hand_over(
 class WeightArena:
     """Two memories for the model's parameters: one is served, the other free to be written.
 
+    If ``is_shared``, a single one, which a trainer writes while nothing is computed with it, and
+    may keep its own parameters in.
+
     Nobody can keep a process that has begun to write from going on, such as one that was stopped.
     When another run begins, what the first one had is served no more: the arena takes new memory.
     """
 
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, *, is_shared: bool = False
+    ) -> None:
         self._device, self.num_bytes, self._writer = device, 0, ""
+        self.is_shared = is_shared
         places: dict[int, int] = {}
         for parameter in model.parameters():
             num_bytes, key = parameter.untyped_storage().nbytes(), storage_key(parameter)
@@ -402,13 +408,17 @@ class WeightArena:
                     f"staged weights need {self.num_bytes / 1e9:.2f} GB on {device} beside the "
                     f"model, {free / 1e9:.2f} GB are free"
                 )
-        self._numbers: list[int] = [0, 1]
+        # What is served, and last what may be written to.
         self._memories: list[Memory] = [new_memory(self.num_bytes, device)]
+        self._numbers = [0]
         self._live, self._spare = (new_range(self.num_bytes, device) for _ in range(2))
         self._live.show(self._memories[0])
         self._move(model, places)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the second memory
+        if is_shared:
+            return
+        self._numbers.append(1)
         self._memories.append(new_memory(self.num_bytes, device))
         self._spare.show(self._memories[1])
         self._shown = 1  # number of the memory behind the range for the spare one
@@ -436,7 +446,9 @@ class WeightArena:
         return int(tensor.storage_offset()) * tensor.element_size()
 
     def counterpart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same place in the memory that is not served."""
+        """The same place in the memory that may be written to."""
+        if self.is_shared:
+            return tensor
         flat, storage = self._spare.data, tensor.untyped_storage()
         if self.place(tensor) is None:
             if storage.data_ptr() not in self._beside:
@@ -449,7 +461,7 @@ class WeightArena:
 
     def open(self) -> None:
         """Puts the memory that is not served behind the addresses of :meth:`counterpart`."""
-        if self._shown != self._numbers[1]:
+        if not self.is_shared and self._shown != self._numbers[1]:
             self._spare.show(self._memories[1])
             self._shown = self._numbers[1]
 
@@ -461,24 +473,42 @@ class WeightArena:
 
     def begin(self, run_id: str) -> int:
         """Lets a run write; returns the number of the memory that it may write to."""
-        if self._writer not in ("", run_id):  # whose trainer may be writing still, or again
+        if self._writer not in ("", run_id) and self.is_shared:
+            self.part()
+        elif self._writer not in ("", run_id):  # whose trainer may be writing still, or again
             before, self._memories[1] = self._memories[1], new_memory(self.num_bytes, self._device)
             self._numbers[1] = max(self._numbers) + 1
             self.open()
             before.close()
         self._writer = run_id
-        return self._numbers[1]
+        return self._numbers[-1]
+
+    @torch.no_grad()
+    def part(self) -> None:
+        """Leaves a trainer the memory that it shares, and serves a copy; no step may run."""
+        if not self.is_shared or not self._writer:
+            return
+        self._writer, before = "", self._memories[0]
+        self._memories[0] = new_memory(self.num_bytes, self._device)
+        self._spare.show(self._memories[0])
+        self._spare.data.copy_(self._live.data)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._live.show(self._memories[0])
+        self._numbers[0] += 1
+        before.close()
 
     def export(self) -> list[int]:
         """File descriptors of the memory that may be written to."""
-        return self._memories[1].export()
+        return self._memories[-1].export()
 
     def take(self, run_id: str, number: int) -> None:
         """Serves what a run has written; no step may run meanwhile."""
-        if (self._writer, self._numbers[1]) != (run_id, number):
+        if (self._writer, self._numbers[-1]) != (run_id, number):
             raise TransferError("another trainer has begun to write since, or nobody had")
-        self.swap()
-        self._writer = ""
+        if not self.is_shared:
+            self.swap()
+            self._writer = ""
 
     @torch.no_grad()
     def swap(self) -> None:

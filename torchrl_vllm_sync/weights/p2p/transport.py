@@ -21,6 +21,7 @@ from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
+    device_uuid,
     require_one_host,
     sending_device,
     sharded_of,
@@ -29,7 +30,7 @@ from torchrl_vllm_sync.weights.source import (
 from torchrl_vllm_sync.weights.transport import Members, Push, ask, failed, raise_exceptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 
@@ -44,6 +45,7 @@ class Worker:
     """What one worker says of itself, see ``BroadcastReceiver.plan_writes``, and its memories."""
 
     num_bytes: int
+    lends_on: str | None  # the GPU that a trainer's parameters may be moved to, if any may
     rows: list[writes.Row]  # what is written of whole tensors
     mine: list[writes.Row] = field(default_factory=list)  # of what this rank holds of the model's
     passed_on: list[writes.Row] = field(default_factory=list)  # of the model's, to be cut by all
@@ -57,10 +59,20 @@ class Worker:
 
     def use(self, number: int) -> writes.Mapped:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
-        self.memories[number] = used = self.memories.pop(number)
-        while len(self.memories) > 2:
+        self.memories[number] = self.memories.pop(number)
+        self._keep(2)
+        return self.used
+
+    @property
+    def used(self) -> writes.Mapped:
+        return next(reversed(self.memories.values()))
+
+    def keep_used(self) -> None:
+        self._keep(1)
+
+    def _keep(self, most: int) -> None:
+        while len(self.memories) > most:
             self.memories.pop(next(iter(self.memories))).close()
-        return used
 
     def split(self, cuts: writes.Cuts, origins: Mapping[str, Origin]) -> set[str]:
         """Leaves to every rank what it can write; returns which tensors are written whole."""
@@ -209,7 +221,26 @@ class P2PTransport:
             taken = ask(members.client, "take_written", told, deadline.left_s, **about)
         for name in failed(taken):
             self._drop(name)
+        if shards is None:
+            self._take_in(writable.keys() & self._joined.keys())
         return answers | begun | taken
+
+    def _take_in(self, names: Collection[str]) -> None:
+        """Moves a module's parameters into the memory of the first worker that shares its own."""
+        workers = itertools.chain(*(self._workers[name] for name in sorted(names)))
+        sharing = [one for one in workers if one.lends_on is not None]
+        lender = next((one for one in sharing if one.lends_on == device_uuid(self._device)), None)
+        module = self._owner() if self._owner is not None and self._views is not None else None
+        if lender is not None and isinstance(module, torch.nn.Module):
+            lender.used.take_in(module.parameters())
+        for one in sharing:
+            one.keep_used()
+
+    def inside(self) -> list[torch.nn.Parameter]:
+        """Returns the trainer's parameters that are in engines' memory."""
+        workers = itertools.chain(*self._workers.values())
+        memories = itertools.chain(*(one.memories.values() for one in workers))
+        return [parameter for one in memories for parameter in one.inside()]
 
     def _see(self, source: WeightSource) -> None:
         """Checks tensors that stay where they are, once; they are let go of with their owner."""
@@ -244,7 +275,8 @@ class P2PTransport:
         planned = {name: one for name, one in answers.items() if name not in failed(answers)}
         origins = shards.source.origins(shards.renamed) if shards and planned else {}
         for name, workers in planned.items():
-            self._workers[name] = [Worker(one["num_bytes"], one["writes"]) for one in workers]
+            told = [(one["num_bytes"], one.get("lends_on"), one["writes"]) for one in workers]
+            self._workers[name] = [Worker(*one) for one in told]
             self._joined[name] = members.incarnations[name]
             if shards is not None:
                 self._left.update(*(one.split(shards.cuts, origins) for one in self._workers[name]))

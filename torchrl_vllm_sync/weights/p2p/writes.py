@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import os
@@ -141,21 +142,40 @@ class Mapped:
         shards: Iterable[Row],
     ) -> None:
         self.token = uuid.uuid4().hex
+        self._moved: list[weakref.ref[torch.nn.Parameter]] = []  # here, or elsewhere since
         with ExitStack() as opened:
             memory = opened.enter_context(closing(new_memory(num_bytes, device, descriptors)))
             within = opened.enter_context(closing(new_range(num_bytes, device)))
             within.show(memory)
+            self._data = within.data
             self.copies = Places(rows, within.data)
             self.shards = Places(shards, within.data)  # of what this rank has a part of
             self._opened = opened.pop_all()
 
+    @torch.no_grad()
+    def take_in(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Moves parameters that were written to where they were written."""
+        for parameter, place in self.copies.whole(parameters):
+            parameter.data = place
+            self._moved.append(weakref.ref(parameter))
+
+    def inside(self) -> list[torch.nn.Parameter]:
+        alive = [one for held in self._moved if (one := held()) is not None]
+        return [one for one in alive if storage_key(one) == storage_key(self._data)]
+
+    @torch.no_grad()
     def let_go(self) -> None:
-        """Forgets the tensors that were written."""
+        """Forgets the tensors that were written, and gives parameters memory of their own."""
         self.copies.let_go()
         self.shards.let_go()
+        for one in self.inside():
+            one.data = one.data.clone()
+        self._moved = []
 
     def close(self) -> None:
+        self.let_go()
         self.copies = self.shards = Places((), torch.empty(0, dtype=torch.uint8))
+        self._data = torch.empty(0)
         self._opened.close()
 
 
@@ -190,7 +210,8 @@ class Places:
         at = [(name, *place_of(one)) for name, one in tensors]
         if at != self._at:
             dense = [one for one in tensors if one[1].is_contiguous()]
-            self._pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
+            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
+            self._pairs = [(one, other) for one, other in pairs if not one.is_set_to(other)]
             self._loose = [one for one in tensors if not one[1].is_contiguous()]
         self._tensors, self._at = tensors, at
 
@@ -199,6 +220,24 @@ class Places:
         yield from self._pairs
         for name, tensor in self._loose:
             yield from self.pairs(name, tensor.contiguous())
+
+    def whole(
+        self, tensors: Iterable[torch.nn.Parameter]
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yields the bound tensors that lie there in one piece, as they are, and this place."""
+        dense = (pair for pair in self._pairs if all(one.is_contiguous() for one in pair))
+        runs = sorted(dense, key=lambda pair: pair[0].data_ptr())
+        begins = [source.data_ptr() for source, _ in runs]
+        for tensor in tensors:
+            at = bisect.bisect(begins, tensor.data_ptr()) - 1
+            if at < 0 or not tensor.is_contiguous():
+                continue
+            source, target = runs[at]
+            skipped = (tensor.data_ptr() - begins[at]) // tensor.itemsize
+            is_same = tensor.dtype == source.dtype == target.dtype
+            if is_same and tensor.numel() and skipped + tensor.numel() <= source.numel():
+                begin = target.storage_offset() + skipped
+                yield tensor, target.as_strided(tensor.shape, tensor.stride(), begin)
 
     def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
         for one in self.copies.get(name, ()):

@@ -1,0 +1,244 @@
+"""A trainer whose parameters are in the engine's memory: nothing is sent, and all arrives.
+
+On CPUs, where that memory is a file.
+"""
+
+import copy
+import os
+import signal
+import threading
+
+import pytest
+import ray
+import torch
+from tensordict import set_list_to_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engine.checks import assert_holds, perturbed
+from tests.engine.conftest import ENGINE
+from tests.engine.faults import DozingActor, engine_core_pid
+from tests.engine.requests import endless, eventually, num_running
+from tests.engine.test_rollouts import ROWS, length, make_collector
+from tests.engine.trainers import Trainer
+from torchrl_vllm_sync import AsyncVLLM, MasterWeights, MemmapTransport
+from torchrl_vllm_sync.errors import (
+    NonFiniteWeightsError,
+    TransferNotReadyError,
+    UnsupportedArgumentError,
+    WeightSyncError,
+)
+from torchrl_vllm_sync.testing import load_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+HOW = {
+    **ENGINE,
+    "colocate": True,
+    "share_weights": True,
+    "max_restarts": 9,
+    "actor_class": DozingActor,
+    "worker_extension_cls": "tests.engine.plain_worker.PlainWorker",
+}
+
+
+@pytest.fixture(scope="module")
+def shared(cluster, checkpoint):
+    with AsyncVLLM.from_pretrained(checkpoint, **HOW) as service:
+        yield service
+
+
+@pytest.fixture
+def model(checkpoint):
+    return load_tiny_model(checkpoint)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that are copied into tensors."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **kwargs or {})
+
+
+def inside(service):
+    return {id(one) for one in service.weights.pusher.transport.inside()}
+
+
+def values(model):
+    return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def is_as(model, wanted):
+    return all(torch.equal(one, wanted[name]) for name, one in model.named_parameters())
+
+
+def test_parameters_move_and_later_pushes_send_nothing(shared, model):
+    num_bytes = sum(one.nbytes for one in model.parameters())
+    for seed in range(3):
+        perturbed(model, seed=seed)
+        places, wanted = [one.data_ptr() for one in model.parameters()], values(model)
+        with Copies() as copies:
+            report = shared.push_weights(model)
+        assert report.transport == "p2p"
+        assert copies.num_bytes == (0 if seed else num_bytes)
+        assert (places == [one.data_ptr() for one in model.parameters()]) == (seed > 0)
+        assert inside(shared) == {*map(id, model.parameters())}
+        assert is_as(model, wanted)
+        shared.weights.audit(model)
+        assert_holds(shared, model)
+        shared.sleep(2, "keep")
+
+
+def test_no_step_while_engines_compute_with_what_it_changes(shared, model):
+    shared.push_weights(model)
+    optimizers = torch.optim.SGD(model.parameters(), 0.1), MasterWeights(model.parameters(), lr=0.1)
+    wanted = values(model)
+    model(input_ids=torch.tensor([[5, 6, 7]])).logits.logsumexp(-1).sum().backward()
+    for one in optimizers:
+        with pytest.raises(TransferNotReadyError, match="have the service sleep"):
+            one.step()
+        assert is_as(model, wanted)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    other.step()  # is nobody's
+    shared.sleep(2, "keep")
+    optimizers[1].step()
+    assert not is_as(model, wanted)
+    with pytest.raises(TransferNotReadyError, match="no weights to serve with"):
+        shared.wake_up()
+    shared.push_weights(model, audit=True)
+    assert_holds(shared, model)
+
+
+def test_weights_that_are_refused_are_not_served(shared, model):
+    shared.push_weights(model)
+    shared.sleep(2, "keep")
+    good = values(model)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = torch.nan
+    with pytest.raises(NonFiniteWeightsError):
+        shared.push_weights(model)
+    assert shared.is_paused()
+    with pytest.raises(TransferNotReadyError, match="no weights to serve with"):
+        shared.wake_up()
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.copy_(good[name])
+    shared.push_weights(model)
+    assert_holds(shared, model)
+
+
+def test_requests_in_flight_go_on_under_the_weights_that_came_in_place(shared, model):
+    shared.push_weights(perturbed(model, seed=10))
+    found = []
+    call = threading.Thread(target=lambda: found.append(shared.generate([5, 6], endless())))
+    call.start()
+    eventually(lambda: num_running(shared) == 1)
+    shared.sleep(2, "keep")
+    with shared.awake(perturbed(model, seed=11)) as after:
+        call.join(60)
+    assert (found[0].min_version, found[0].max_version) == (after.version - 1, after.version)
+    assert len(found[0].outputs[0].token_ids) == 250
+
+
+@pytest.mark.parametrize("phase", ["asleep", "awake", "label"])
+def test_the_trainer_keeps_its_parameters_when_the_engine_is_killed(shared, model, tmp_path, phase):
+    shared.push_weights(perturbed(model, seed=20))
+    if phase != "awake":
+        shared.sleep(2, "keep")
+    core, wanted, failures = engine_core_pid(shared.actors[0]), values(model), []
+    (before,) = shared.replicas.members
+    if phase == "label":
+        ray.get(shared.actors[0].hold_at.remote(phase, str(file := tmp_path / "held")))
+
+        def push():
+            try:
+                shared.push_weights(model)
+            except WeightSyncError as error:
+                failures.append(error)
+
+        pushing = threading.Thread(target=push)
+        pushing.start()
+        eventually(file.exists)
+    os.kill(core, signal.SIGKILL)
+    if phase == "label":
+        file.unlink()
+        pushing.join(120)
+        assert failures
+
+    def is_back():
+        (now,) = shared.replicas.members
+        calls = shared.replicas.call_replicas
+        return now.num_restarts > before.num_restarts and calls("report").good
+
+    eventually(is_back, timeout_s=120)
+    assert is_as(model, wanted)
+    for seed in (21, 22):
+        shared.push_weights(perturbed(model, seed=seed), audit=True)
+        assert inside(shared) == {*map(id, model.parameters())}
+        assert_holds(shared, model)
+        shared.sleep(2, "keep")
+
+
+def test_one_model_after_another(shared, model):
+    other = copy.deepcopy(model)
+    shared.push_weights(perturbed(model, seed=30))
+    mine = values(model)
+    shared.push_weights(perturbed(other, seed=31), audit=True)
+    assert_holds(shared, other)
+    assert inside(shared) == {*map(id, other.parameters())}
+    assert is_as(model, mine)
+    shared.push_weights(other.double(), audit=True)  # is written, since it has other dtypes
+    assert not inside(shared)
+    assert_holds(shared, other.float())
+    shared.push_weights(model)
+    assert inside(shared) == {*map(id, model.parameters())}
+
+
+@pytest.mark.parametrize("how", ["p2p", "memmap"])
+def test_what_another_trainer_sends_stays_out_of_this_ones_parameters(
+    shared, checkpoint, model, tmp_path, how
+):
+    shared.push_weights(perturbed(model, seed=40))
+    mine = values(model)
+    transport = {} if how == "p2p" else {"transport": MemmapTransport(tmp_path)}
+    other = Trainer.remote(shared, checkpoint, **transport)
+    ray.get(other.push.remote(41))
+    assert is_as(model, mine)
+    assert_holds(shared, perturbed(load_tiny_model(checkpoint), seed=41))
+    if how == "p2p":  # it is gone in the middle of a step, maybe
+        os.kill(pid := ray.get(other.pid.remote()), signal.SIGKILL)
+        eventually(lambda: not os.path.exists(f"/proc/{pid}"))
+    shared.push_weights(perturbed(model, seed=42), audit=True)
+    assert_holds(shared, model)
+    assert inside(shared) == {*map(id, model.parameters())}
+
+
+def test_a_collector_needs_no_other_change(shared, model):
+    shared.push_weights(model)
+    optimizer, versions = MasterWeights(model.parameters(), lr=1e-3), []
+    with set_list_to_stack(True):
+        for rows in make_collector(shared, length, total_dialog_turns=3 * ROWS):
+            assert shared.is_paused()
+            model(input_ids=torch.tensor([[5, 6, 7]])).logits.logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            versions.append(rows["policy_version"].unique().tolist())
+            shared.push_weights(model)
+            assert_holds(shared, model)
+    assert [one for [one] in versions] == sorted({one for [one] in versions})
+
+
+def test_parameters_outlive_the_service(checkpoint, model):
+    with AsyncVLLM.from_pretrained(checkpoint, **HOW) as service:
+        service.push_weights(perturbed(model, seed=50))
+        assert inside(service)
+        wanted = values(model)
+    assert is_as(model, wanted)
+    perturbed(model, seed=51)
+
+
+def test_what_cannot_be_shared_is_refused(checkpoint):
+    with pytest.raises(UnsupportedArgumentError, match="share_weights is for colocate=True"):
+        AsyncVLLM.from_pretrained(checkpoint, **{**HOW, "colocate": False})
