@@ -77,7 +77,7 @@ def test_parameters_in_the_engines_memory(cluster, checkpoints):
             service.sleep(2, "keep")
             optimizer.step()
             changed = token_log_probs(model, TOKEN_IDS)
-            assert (changed - wanted).abs().mean() > 4 * TOLERANCE
+            assert (changed - wanted).abs().mean() > 2 * TOLERANCE
             if step == 2:
                 (before,) = service.replicas.members
                 os.kill(engine_core_pid(service.actors[0]), signal.SIGKILL)
