@@ -81,7 +81,7 @@ def test_parameters_in_the_engines_memory(cluster, checkpoints):
             if step == 2:
                 (before,) = service.replicas.members
                 os.kill(engine_core_pid(service.actors[0]), signal.SIGKILL)
-                eventually(lambda: is_restarted(service, before.num_restarts), timeout_s=150)
+                eventually(lambda n=before.num_restarts: is_restarted(service, n), timeout_s=150)
                 assert torch.equal(token_log_probs(model, TOKEN_IDS), changed)
         assert moved == [True, False, False, True]
     assert torch.isfinite(token_log_probs(model, TOKEN_IDS)).all()
