@@ -264,7 +264,7 @@ def test_the_choice_of_a_transport_is_that_of_the_code():
     first, second = (place("a", "cuda", one) for one in ("GPU-1", "GPU-2"))
     cpu, far_cpu = place("a", "cpu"), place("b", "cpu")
     spare = replace(second, why_not_written="")
-    cases = [(first, first), (first, spare), (first, second)]
+    cases = [(first, spare), (first, first), (first, second)]
     cases += [(first, cpu), (cpu, far_cpu), (first, far_cpu)]
     told = [row.split("|")[2].strip() for row in rows.splitlines()]
     assert told == [chosen(*one) for one in cases]

@@ -20,7 +20,12 @@ class MasterWeights(torch.optim.Optimizer):
     state as ``"master"``, so that a saved state is complete.
 
     Example:
-        >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-6, fused=True)
+        >>> layer = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+        >>> optimizer = MasterWeights(layer.parameters(), torch.optim.AdamW, lr=1e-6)
+        >>> layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[layer.weight]["master"].dtype
+        torch.float32
 
     Args:
         params: Parameters, or groups of them, as every optimizer takes them.
@@ -75,15 +80,13 @@ class MasterWeights(torch.optim.Optimizer):
         for one, master in stepped:
             master.grad = None
             one.copy_(master)
-        self._show()
+            self._show(one, master)
         return loss
 
-    def _show(self) -> None:
-        """Makes the copies' state, and the copies, that of the parameters."""
-        for one, master in self._pairs():
-            if state := self._masters.state.get(master):
-                self.state[one] = state
-                state["master"] = master
+    def _show(self, one: torch.Tensor, master: torch.Tensor) -> None:
+        """Makes a copy's state, and the copy, that of its parameter."""
+        self.state[one] = state = self._masters.state[master]
+        state["master"] = master
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -99,6 +102,6 @@ class MasterWeights(torch.optim.Optimizer):
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own |= {name: copy.copy(value) for name, value in saved.items() if name != "params"}
         for one, master in self._pairs():
-            if state := self._masters.state.get(master):
-                one.copy_(master.copy_(state["master"]))
-        self._show()
+            if master in self._masters.state:
+                one.copy_(master.copy_(self._masters.state[master]["master"]))
+                self._show(one, master)
