@@ -4,9 +4,12 @@ On CPUs, where that memory is a file.
 """
 
 import copy
+import gc
 import os
+import pickle
 import signal
 import threading
+import weakref
 
 import pytest
 import ray
@@ -156,7 +159,7 @@ def test_the_trainer_keeps_its_parameters_when_the_engine_is_killed(shared, mode
             try:
                 shared.push_weights(model)
             except WeightSyncError as error:
-                failures.append(error)
+                failures.append(str(error))  # its traceback holds views
 
         pushing = threading.Thread(target=push)
         pushing.start()
@@ -230,13 +233,71 @@ def test_a_collector_needs_no_other_change(shared, model):
     assert [one for [one] in versions] == sorted({one for [one] in versions})
 
 
-def test_parameters_outlive_the_service(checkpoint, model):
+def test_what_is_kept_of_parameters_is_not_written_over(shared, model):
+    """Averages that take their place, layers that change places, and models that are gone."""
+    shared.push_weights(perturbed(model, seed=60))
+    shared.sleep(2, "keep")
+    kept, wanted = {n: one.data for n, one in model.named_parameters()}, values(model)
+    for one in model.parameters():
+        one.data = one.data + 0.1
+    shared.push_weights(model, audit=True)
+    assert_holds(shared, model)
+    assert all(torch.equal(kept[name], one) for name, one in wanted.items())
+    shared.sleep(2, "keep")
+    for name, one in model.named_parameters():
+        one.data = kept[name]
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    wanted = values(model)
+    shared.push_weights(model, audit=True)
+    assert is_as(model, wanted)
+    assert inside(shared) == {*map(id, model.parameters())}
+    states, other = model.state_dict(), copy.deepcopy(model)
+    wanted = {name: one.clone() for name, one in states.items()}
+    shared.push_weights(perturbed(other, seed=61), audit=True)
+    assert all(torch.equal(states[name], one) for name, one in wanted.items())
+    assert_holds(shared, other)
+    shared.push_weights(other.share_memory(), audit=True)  # elsewhere, without its knowing
+    assert_holds(shared, other)
+
+
+def test_a_parameter_is_saved_without_the_others(shared, model):
+    before = len(pickle.dumps(model))
+    shared.push_weights(model)
+    assert inside(shared)
+    assert len(pickle.dumps(model)) < 1.1 * before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_whoever_wakes_them_has_to_bring_weights(shared, model, level):
+    shared.push_weights(model)
+    shared.sleep(level, "keep")
+    with pytest.raises(TransferNotReadyError, match="no weights to serve with"):
+        shared.wake_up()
+    shared.push_weights(model)
+    assert_holds(shared, model)
+
+
+def test_parameters_and_views_of_them_outlive_the_service(checkpoint, tmp_path):
+    model = load_tiny_model(checkpoint)
     with AsyncVLLM.from_pretrained(checkpoint, **HOW) as service:
         service.push_weights(perturbed(model, seed=50))
         assert inside(service)
-        wanted = values(model)
+        [[worker]] = service.weights.pusher.transport._workers.values()
+        memory = weakref.ref(worker.used._within)
+        del worker
+        wanted, views = values(model), model.state_dict()
+        model.save_pretrained(tmp_path)
     assert is_as(model, wanted)
+    assert is_as(load_tiny_model(tmp_path), wanted)
     perturbed(model, seed=51)
+    assert all(torch.equal(views[name], one) for name, one in model.named_parameters())
+    del model
+    gc.collect()
+    assert memory() is not None
+    del views
+    gc.collect()
+    assert memory() is None
 
 
 def test_what_cannot_be_shared_is_refused(checkpoint):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchrl_vllm_sync import MasterWeights
+from torchrl_vllm_sync.errors import UnsupportedArgumentError
 
 STEPS = 20
 
@@ -98,6 +99,40 @@ def test_a_saved_state_goes_on_bit_by_bit(pair, kind):
         assert one.keys() == two.keys() >= {"master"}
         assert {value.dtype for value in two.values()} == {torch.float32}
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_copies_follow_what_others_write(pair):
+    """A model that is loaded, and a state that is cleared, such as by loading a run's beginning."""
+    model, _ = pair
+    optimizer, fresh = MasterWeights(model.parameters(), lr=1e-3), make(torch.bfloat16)
+    train(model, optimizer, range(3))
+    model.load_state_dict(fresh.state_dict())
+    optimizer.state.clear()
+    other = MasterWeights(fresh.parameters(), lr=1e-3)
+    for one, steps in ((model, optimizer), (fresh, other)):
+        train(one, steps, range(4, 6))
+    for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(optimizer.state[one]["master"], other.state[two]["master"])
+
+
+def test_groups_and_copies_of_it(pair):
+    model, _ = pair
+    optimizer = MasterWeights(model[0].parameters(), lr=1e-3)
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 1e-2})
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
+    again, its = copy.deepcopy((model, optimizer))
+    for one, steps in ((model, optimizer), (again, its)):
+        train(one, steps, range(3))
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    plain = torch.optim.AdamW(model.parameters())
+    gradients(model, 0)
+    plain.step()
+    with pytest.raises(ValueError, match="must be of a MasterWeights"):
+        optimizer.load_state_dict(plain.state_dict())
+    with pytest.raises(UnsupportedArgumentError, match="not LBFGS"):
+        MasterWeights(model.parameters(), torch.optim.LBFGS)
 
 
 def test_what_has_no_gradient_stays(pair):

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -182,10 +182,16 @@ class Arrivals:
         return await self._ask("planning", "sync_plan_writes", metadata, timeout_s=timeout_s)
 
     async def begin_writing(
-        self, known: list[list[int]], *, run_id: str, path: str, timeout_s: float
+        self,
+        known: list[list[int]],
+        parts: Sequence[bool] = (),
+        *,
+        run_id: str,
+        path: str,
+        timeout_s: float,
     ) -> list[int]:
         """Returns the number of each worker's memory that may be written to."""
-        args = run_id, known, path, self._updates.replica_id, timeout_s
+        args = run_id, known, parts, path, self._updates.replica_id, timeout_s
         call, how = ("beginning", "sync_begin_writing", *args), self._updates.require_asleep
         answers = await self._ask(*call, timeout_s=timeout_s, requires=how)
         self._is_checked = all(one["is_checked"] for one in answers)
@@ -503,9 +509,11 @@ class NativeCalls:
         async with self._turn("sleep", timeout_s):
             call = self._engine.sleep(0 if is_shared else level, mode)
             await self._hold("falling asleep", call, timeout_s)
+            if is_shared:
+                await self._updates.ask_workers("sync_settle", what="finishing the last step")
             if level > 0:
                 self._updates.asleep = MEMORY_TAGS
-            if level > 1:
+            if level > 1 or (level and is_shared):  # a trainer may write them
                 self._updates.whole = False
 
     async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:

@@ -40,7 +40,7 @@ from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 from torchrl_vllm_sync.weights.source import device_name, device_uuid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from vllm.config import VllmConfig
@@ -260,11 +260,19 @@ class SyncWorkerExtension:
 
     @answered
     def sync_begin_writing(
-        self, run_id: str, known: list[list[int]], path: str, replica_id: str, timeout_s: float
+        self,
+        run_id: str,
+        known: list[list[int]],
+        parts: Sequence[bool],
+        path: str,
+        replica_id: str,
+        timeout_s: float,
     ) -> dict[str, Any]:
         """Says which memory may be written to; the model may be serving."""
         receiver = self._sync_receiver()
         rank = receiver.rank_in_replica
+        if parts and parts[rank]:
+            self._sync_part()
         about = {"replica_id": replica_id, "rank": rank}
         number = receiver.begin_writing(run_id, known[rank], path, about, timeout_s)
         return {"number": number, "is_checked": receiver.is_checked}
@@ -278,6 +286,12 @@ class SyncWorkerExtension:
         seconds = time.perf_counter() - begin
         about = {"seconds": seconds, "computed": self._sync_computed()}
         return {"num_tensors": 0, **receiver.path_taken, **about}
+
+    @answered
+    def sync_settle(self) -> None:
+        """Waits for the last step: what it computes with may be changed from outside now."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def sync_staging_refusal(self) -> str:
         """Why the launch could not reserve memory for staged weights; empty if nothing is wrong."""

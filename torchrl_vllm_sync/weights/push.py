@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import statistics
 import threading
 import time
@@ -20,6 +21,7 @@ from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.errors import (
     NonFiniteWeightsError,
     PushUnderWayError,
+    ReplicaUnavailableError,
     ServiceClosedError,
     StaleVersionError,
     SyncError,
@@ -691,8 +693,11 @@ class WeightPusher:
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if stepped.isdisjoint(map(id, transport.inside())):
             return
-        reports = [one for one in self._reports().values() if isinstance(one, EngineReport)]
-        if awake := [one.replica_id for one in reports if not one.asleep]:
+        reports = self._reports()
+        sleeps = (isinstance(one, EngineReport) and one.asleep for one in reports.values())
+        dead = (isinstance(one, ReplicaUnavailableError) for one in reports.values())
+        resting = [one or other for one, other in zip(sleeps, dead, strict=True)]
+        if awake := [*itertools.compress(reports, map(operator.not_, resting))]:
             raise TransferNotReadyError(
                 f"replicas {awake} compute with these parameters: have the service sleep before "
                 "an optimizer changes them"

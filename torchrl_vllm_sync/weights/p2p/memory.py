@@ -244,17 +244,13 @@ class CudaRange:
         whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
         if not self.data.numel():  # torch looks at the memory once
-            self.data = torch.as_tensor(self, device=self._device)
+            whole = _Piece(self._address, self._num_bytes, None)
+            self.data = torch.as_tensor(whole, device=self._device)
 
     def _unmap(self) -> None:
         if self._num_mapped:
             _cuda("cuMemUnmap", _ulong(self._address), ctypes.c_size_t(self._num_mapped))
         self._num_mapped = 0
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        described = {"shape": (self._num_bytes,), "typestr": "|u1", "data": (self._address, False)}
-        return described | {"version": 3, "strides": None}
 
     def close(self) -> None:
         """Gives the addresses back: nothing may hold ``data`` any more."""
@@ -264,7 +260,52 @@ class CudaRange:
         self._num_bytes = 0
 
 
+class _Piece:
+    """Some bytes of a GPU as torch takes them over; whoever has them keeps the owner."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        described = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False)}
+        self.__cuda_array_interface__ = {**described, "version": 3, "strides": None}
+        self.owner = owner
+
+
 Memory = HostMemory | CudaMemory
+
+
+class Mapping:
+    """A memory behind addresses of its own, as long as anybody has this or a piece of it."""
+
+    def __init__(self, num_bytes: int, device: torch.device, descriptors: Sequence[int]) -> None:
+        with contextlib.ExitStack() as opened:
+            memory = new_memory(num_bytes, device, descriptors)
+            opened.callback(memory.close)
+            within = new_range(num_bytes, device)
+            opened.callback(within.close)
+            within.show(memory)
+            self._address, self._num_bytes, self._device = within.data.data_ptr(), num_bytes, device
+            # At exit there is nobody to give memory back to.
+            weakref.finalize(self, opened.pop_all().close).atexit = False
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self._address < self._num_bytes
+
+    def piece(self, begin: int, num_bytes: int) -> torch.Tensor:
+        """Bytes with a storage of their own, which alone is saved or sent with a tensor of it."""
+        address = self._address + begin
+        if self._device.type == "cuda":
+            return torch.as_tensor(_Piece(address, num_bytes, self), device=self._device)
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        buffer.owner = self  # pyright: ignore[reportAttributeAccessIssue]  of a class of Python's
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.piece(0, self._num_bytes)
+
+    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes as a contiguous tensor within, in a storage of its own."""
+        piece = self.piece(tensor.data_ptr() - self._address, tensor.nbytes)
+        return piece.view(tensor.dtype).view(tensor.shape)
 
 
 def new_memory(

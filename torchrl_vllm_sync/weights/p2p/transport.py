@@ -52,8 +52,7 @@ class Worker:
     memories: dict[int, writes.Mapped] = field(default_factory=dict)  # the last used one last
 
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
-        if (before := self.memories.pop(number, None)) is not None:
-            before.close()
+        self.memories.pop(number, None)
         mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine)
         self.memories[number] = mapped
 
@@ -72,7 +71,7 @@ class Worker:
 
     def _keep(self, most: int) -> None:
         while len(self.memories) > most:
-            self.memories.pop(next(iter(self.memories))).close()
+            self.memories.pop(next(iter(self.memories)))
 
     def split(self, cuts: writes.Cuts, origins: Mapping[str, Origin]) -> set[str]:
         """Leaves to every rank what it can write; returns which tensors are written whole."""
@@ -176,9 +175,7 @@ class P2PTransport:
 
     def _drop(self, name: str) -> None:
         self._joined.pop(name, None)
-        for worker in self._workers.pop(name, []):
-            for one in worker.memories.values():
-                one.close()
+        self._workers.pop(name, None)
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Writes to every replica, and has each one serve it.
@@ -296,7 +293,16 @@ class P2PTransport:
             held = worker.memories.items()
             return [number for number, one in held if ranks is None or one.token in ranks]
 
-        known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
+        def parts(worker: Worker) -> bool:
+            """Whether it has to take new memory, as a trainer has what is to be written over."""
+            is_ours = worker.lends_on is not None and worker.memories
+            return bool(is_ours) and not worker.used.may_be_written(self._views, self._device)
+
+        known: dict[str, Any] = {}
+        for name in names:
+            workers = self._workers[name]
+            apart = [parts(one) for one in workers]
+            known[name] = [numbers(one) for one in workers], *([apart] if any(apart) else ())
         # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
         options = {"run_id": self.run_id, "path": self._handover.path}
         answers = ask(members.client, "begin_writing", known, deadline.left_s, **options)

@@ -8,17 +8,17 @@ import math
 import os
 import uuid
 import weakref
-from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.module import place_of, storage_key
-from torchrl_vllm_sync.weights.p2p.memory import Handover, new_memory, new_range
+from torchrl_vllm_sync.weights.p2p.memory import Handover, Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -142,41 +142,36 @@ class Mapped:
         shards: Iterable[Row],
     ) -> None:
         self.token = uuid.uuid4().hex
-        self._moved: list[weakref.ref[torch.nn.Parameter]] = []  # here, or elsewhere since
-        with ExitStack() as opened:
-            memory = opened.enter_context(closing(new_memory(num_bytes, device, descriptors)))
-            within = opened.enter_context(closing(new_range(num_bytes, device)))
-            within.show(memory)
-            self._data = within.data
-            self.copies = Places(rows, within.data)
-            self.shards = Places(shards, within.data)  # of what this rank has a part of
-            self._opened = opened.pop_all()
+        self._within = within = Mapping(num_bytes, device, descriptors)
+        self.copies = Places(rows, within.data)
+        self.shards = Places(shards, within.data)  # of what this rank has a part of
+        # Parameters that were moved here, and the storages that they, or views of them, are in.
+        self._moved: list[tuple[weakref.ref[torch.nn.Parameter], StorageWeakRef, range]] = []
 
-    @torch.no_grad()
+    def may_be_written(self, tensors: list[Named] | None, device: torch.device) -> bool:
+        """Whether nothing of these tensors goes where a trainer still has something else."""
+        held = [where for _, storage, where in self._moved if not storage.expired()]
+        if not held or tensors is None:
+            return not held
+        self.copies.bind(tensors, device)
+        spans = map(_span, self.copies.targets())
+        return not any(a.start < b.stop and b.start < a.stop for a in spans for b in held)
+
     def take_in(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Moves parameters that were written to where they were written."""
         for parameter, place in self.copies.whole(parameters):
-            parameter.data = place
-            self._moved.append(weakref.ref(parameter))
+            parameter.data = moved = self._within.place_of(place)
+            storage = StorageWeakRef(moved.untyped_storage())
+            self._moved.append((weakref.ref(parameter), storage, _span(place)))
 
     def inside(self) -> list[torch.nn.Parameter]:
-        alive = [one for held in self._moved if (one := held()) is not None]
-        return [one for one in alive if storage_key(one) == storage_key(self._data)]
+        alive = [one for held, *_ in self._moved if (one := held()) is not None]
+        return [one for one in alive if self._within.holds(one)]
 
-    @torch.no_grad()
     def let_go(self) -> None:
-        """Forgets the tensors that were written, and gives parameters memory of their own."""
+        """Forgets the tensors that were written."""
         self.copies.let_go()
         self.shards.let_go()
-        for one in self.inside():
-            one.data = one.data.clone()
-        self._moved = []
-
-    def close(self) -> None:
-        self.let_go()
-        self.copies = self.shards = Places((), torch.empty(0, dtype=torch.uint8))
-        self._data = torch.empty(0)
-        self._opened.close()
 
 
 class Places:
@@ -211,7 +206,7 @@ class Places:
         if at != self._at:
             dense = [one for one in tensors if one[1].is_contiguous()]
             pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
-            self._pairs = [(one, other) for one, other in pairs if not one.is_set_to(other)]
+            self._pairs = [pair for pair in pairs if place_of(pair[0]) != place_of(pair[1])]
             self._loose = [one for one in tensors if not one[1].is_contiguous()]
         self._tensors, self._at = tensors, at
 
@@ -220,6 +215,12 @@ class Places:
         yield from self._pairs
         for name, tensor in self._loose:
             yield from self.pairs(name, tensor.contiguous())
+
+    def targets(self) -> Iterator[torch.Tensor]:
+        """Yields where bound tensors are written to."""
+        yield from (target for _, target in self._pairs)
+        for name, _ in self._loose:
+            yield from (one.target for one in self.copies.get(name, ()))
 
     def whole(
         self, tensors: Iterable[torch.nn.Parameter]
@@ -243,6 +244,13 @@ class Places:
         for one in self.copies.get(name, ()):
             begin = dense.storage_offset() + one.offset
             yield dense.detach().as_strided(one.shape, one.stride, begin), one.target
+
+
+def _span(tensor: torch.Tensor) -> range:
+    """The addresses from a tensor's first byte to its last."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return range(begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin)
 
 
 def _joined(pairs: Iterable[Pair]) -> list[Pair]:
@@ -354,8 +362,6 @@ class ShardWriter:
         self._handover: Handover | None = None
         self._memories: dict[str, Mapped] = {}
         self._cuts: Cuts = {}
-        # With the model, whose own this is; at exit there is nobody to give memory back to.
-        weakref.finalize(self, _close, self._memories).atexit = False
 
     def tokens(self, cuts: Cuts) -> list[str]:
         """Returns what it knows, which is nothing once its tensors are cut in another way."""
@@ -398,12 +404,7 @@ class ShardWriter:
     def keep(self, tokens: Iterable[str]) -> None:
         """Lets go of all other memories."""
         for token in self._memories.keys() - set(tokens):
-            self._memories.pop(token).close()
-
-
-def _close(memories: dict[str, Mapped]) -> None:
-    while memories:
-        memories.popitem()[1].close()
+            self._memories.pop(token)
 
 
 def plan_file(rows: list[Row]) -> int:
