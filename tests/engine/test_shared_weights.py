@@ -23,7 +23,7 @@ from tests.engine.faults import DozingActor, engine_core_pid
 from tests.engine.requests import endless, eventually, num_running
 from tests.engine.test_rollouts import ROWS, length, make_collector
 from tests.engine.trainers import Trainer
-from torchrl_vllm_sync import AsyncVLLM, MasterWeights, MemmapTransport
+from torchrl_vllm_sync import AsyncVLLM, AutoTransport, MasterWeights, MemmapTransport
 from torchrl_vllm_sync.errors import (
     NonFiniteWeightsError,
     TransferNotReadyError,
@@ -268,6 +268,26 @@ def test_a_parameter_is_saved_without_the_others(shared, model):
     assert len(pickle.dumps(model)) < 1.1 * before
 
 
+def test_a_transport_that_is_exchanged_leaves_nothing_that_an_engine_computes_with(
+    shared, model, tmp_path
+):
+    shared.push_weights(perturbed(model, seed=70))
+    wanted = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with pytest.raises(TransferNotReadyError):
+        optimizer.step()
+    shared.use_transport(MemmapTransport(tmp_path))
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    assert_holds(shared, wanted)  # what it computed with before
+    shared.push_weights(model, audit=True)
+    assert_holds(shared, model)
+    shared.use_transport(AutoTransport())
+    shared.push_weights(perturbed(model, seed=71), audit=True)
+    assert inside(shared) == {*map(id, model.parameters())}
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_whoever_wakes_them_has_to_bring_weights(shared, model, level):
     shared.push_weights(model)
@@ -291,7 +311,7 @@ def test_parameters_and_views_of_them_outlive_the_service(checkpoint, tmp_path):
     assert is_as(model, wanted)
     assert is_as(load_tiny_model(tmp_path), wanted)
     perturbed(model, seed=51)
-    assert all(torch.equal(views[name], one) for name, one in model.named_parameters())
+    assert all(torch.equal(views[name], one) for name, one in wanted.items())
     del model
     gc.collect()
     assert memory() is not None

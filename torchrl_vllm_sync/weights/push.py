@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import statistics
 import threading
 import time
@@ -693,11 +692,12 @@ class WeightPusher:
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if stepped.isdisjoint(map(id, transport.inside())):
             return
-        reports = self._reports()
-        sleeps = (isinstance(one, EngineReport) and one.asleep for one in reports.values())
-        dead = (isinstance(one, ReplicaUnavailableError) for one in reports.values())
-        resting = [one or other for one, other in zip(sleeps, dead, strict=True)]
-        if awake := [*itertools.compress(reports, map(operator.not_, resting))]:
+
+        def rests(report: Any) -> bool:  # one that does not answer may be computing
+            is_asleep = isinstance(report, EngineReport) and report.asleep
+            return is_asleep or isinstance(report, ReplicaUnavailableError)
+
+        if awake := [name for name, one in self._reports().items() if not rests(one)]:
             raise TransferNotReadyError(
                 f"replicas {awake} compute with these parameters: have the service sleep before "
                 "an optimizer changes them"

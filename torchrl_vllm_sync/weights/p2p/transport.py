@@ -175,7 +175,9 @@ class P2PTransport:
 
     def _drop(self, name: str) -> None:
         self._joined.pop(name, None)
-        self._workers.pop(name, None)
+        for worker in self._workers.pop(name, ()):
+            for one in worker.memories.values():
+                one.move_out()
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         """Writes to every replica, and has each one serve it.

@@ -168,6 +168,12 @@ class Mapped:
         alive = [one for held, *_ in self._moved if (one := held()) is not None]
         return [one for one in alive if self._within.holds(one)]
 
+    @torch.no_grad()
+    def move_out(self) -> None:
+        """Gives parameters that are here memory of their own; views of them keep this."""
+        for one in self.inside():
+            one.data = one.data.clone()
+
     def let_go(self) -> None:
         """Forgets the tensors that were written."""
         self.copies.let_go()
