@@ -69,6 +69,13 @@ def name(service):
     return service.engine_args.model
 
 
+@pytest.fixture(scope="module")
+def has_collected(service):
+    """The threads that stay are there."""
+    with set_list_to_stack(True):
+        [*collect(service, asks_once(service.engine_args.model))]
+
+
 def problems(**columns):
     for at in itertools.count():
         for text in TEXTS:
@@ -253,11 +260,13 @@ FAULTY = {
 
 @pytest.mark.parametrize("way", FAULTY)
 @pytest.mark.slow
+@pytest.mark.usefixtures("has_collected")
 def test_an_agent_that_fails_is_told_of_with_its_problem(service, way):
     agent, why = FAULTY[way]
+    timeout_s = 30 if way == "fails" else 1  # a command takes a while to begin
     before = threading.active_count()
     with pytest.raises(AgentError, match=f"query.*attempt 2.*{why}") as told:
-        [*collect(service, agent, timeout_s=1, max_attempts=2)]
+        [*collect(service, agent, timeout_s=timeout_s, max_attempts=2)]
     assert any(told.value.problem["query"].startswith(text) for text in TEXTS)
     assert len(told.value.reasons) == 2
     children = [" ".join(one.cmdline()) for one in psutil.Process().children()]

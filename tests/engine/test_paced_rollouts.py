@@ -149,6 +149,7 @@ def test_collectors_of_several_processes_share_a_pacer_and_one_may_die(service, 
     assert max(trained.oldest) <= 2
     assert {*Counter(itertools.chain(*trained.asked)).values()} == {GROUP}
     ray.kill(pacer._ledger)
+    eventually(lambda: is_dead(pacer._ledger))
     with pytest.raises(PacingError, match="the pacer's actor died"):
         pacer.trained(ROWS)
     ray.kill(collectors[2])
