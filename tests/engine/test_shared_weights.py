@@ -31,6 +31,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.testing import load_tiny_model
+from torchrl_vllm_sync.weights import push
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HOW = {
@@ -114,6 +115,37 @@ def test_no_step_while_engines_compute_with_what_it_changes(shared, model):
     assert_holds(shared, model)
 
 
+def test_no_step_after_a_push_that_could_not_stop_the_engine(shared, model, tmp_path, monkeypatch):
+    shared.push_weights(perturbed(model, seed=5))
+    wanted = values(model)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    monkeypatch.setattr(push, "FIRST_TIMEOUT_S", 1.0)
+    ray.get(shared.actors[0].hold_at.remote("sleep", str(file := tmp_path / "held")))
+    with pytest.raises(WeightSyncError, match="serves the weights that are about to be written"):
+        shared.push_weights(model, timeout_s=30)
+    file.unlink()
+    with pytest.raises(TransferNotReadyError, match="have the service sleep"):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert is_as(model, wanted)
+    shared.push_weights(model)
+    assert_holds(shared, model)
+
+
+def test_no_step_while_nobody_says_whether_they_sleep(shared, model, monkeypatch):
+    shared.push_weights(model)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    monkeypatch.setattr(push, "STOCK_TIMEOUT_S", 1.0)
+    (engine,) = shared.replicas.call_replicas("describe").values()
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TransferNotReadyError, match="have the service sleep"):
+            torch.optim.SGD(model.parameters(), 0.1).step()
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+
+
 def test_weights_that_are_refused_are_not_served(shared, model):
     shared.push_weights(model)
     shared.sleep(2, "keep")
@@ -155,13 +187,13 @@ def test_the_trainer_keeps_its_parameters_when_the_engine_is_killed(shared, mode
     if phase == "label":
         ray.get(shared.actors[0].hold_at.remote(phase, str(file := tmp_path / "held")))
 
-        def push():
+        def step():
             try:
                 shared.push_weights(model)
             except WeightSyncError as error:
                 failures.append(str(error))  # its traceback holds views
 
-        pushing = threading.Thread(target=push)
+        pushing = threading.Thread(target=step)
         pushing.start()
         eventually(file.exists)
     os.kill(core, signal.SIGKILL)
@@ -320,6 +352,17 @@ def test_parameters_and_views_of_them_outlive_the_service(checkpoint, tmp_path):
     assert memory() is None
 
 
+def test_of_two_engines_one_has_the_parameters_and_both_the_weights(cluster, checkpoint, model):
+    with AsyncVLLM.from_pretrained(checkpoint, **HOW, num_replicas=2) as service:
+        for seed in range(2):
+            with service.awake(perturbed(model, seed=80 + seed), audit=True):
+                assert inside(service) == {*map(id, model.parameters())}
+                assert_holds(service, model)
+
+
 def test_what_cannot_be_shared_is_refused(checkpoint):
+    given = {"weight_transfer_config": {"backend": "nccl"}}
+    with pytest.raises(UnsupportedArgumentError, match="share_weights needs weight_transfer_con"):
+        AsyncVLLM.from_pretrained(checkpoint, **HOW, **given)
     with pytest.raises(UnsupportedArgumentError, match="share_weights is for colocate=True"):
         AsyncVLLM.from_pretrained(checkpoint, **{**HOW, "colocate": False})

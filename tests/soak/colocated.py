@@ -4,8 +4,8 @@
 ``--ranks`` processes. After each step all replicas are woken by a push, which is audited, generate,
 and compute the log-probabilities that the trainer computes; then they fall asleep. It fails if an
 audit names a tensor, if log-probabilities are not those after the step, if a GPU holds 16 MiB more
-in the last cycles than in the first, or if sleeping engines leave more than 0.5 GiB on a GPU beside
-the context that any process has there.
+in the last cycles than in the first, or if sleeping engines leave more than 0.5 GiB on a GPU, their
+contexts included.
 
 With ``--shared`` engines keep their memory, the parameters of a trainer of one rank are in it, and
 its optimizer keeps copies in float32.
@@ -187,9 +187,8 @@ def lead(args, checkpoint):
     for gpu, then in enumerate(before):
         for metric, values in held.items():
             add(f"GPU {gpu}", metric, [values[gpu] - then])
-        own = values[gpu] - then - context
-        if own > MOST_RESIDUE_MIB and not args.shared:
-            wrong.append(f"GPU {gpu}: engines that sleep hold {own:.0f} MiB beside contexts")
+        if values[gpu] - then > MOST_RESIDUE_MIB and not args.shared:
+            wrong.append(f"GPU {gpu}: engines that sleep hold {values[gpu] - then:.0f} MiB")
         looks = [one["asleep"][gpu] for one in found]
         add(f"GPU {gpu}", "asleep", looks)
         first, last = statistics.median(looks[:5]), statistics.median(looks[-5:])

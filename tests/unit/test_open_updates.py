@@ -216,6 +216,28 @@ async def test_a_pause_outlives_an_update_and_sleep_wants_its_weights_back(nativ
     assert native.state is SERVING
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_shared_weights_rest_once_the_last_step_has_ended(native, level):
+    """Memory is kept, and a step that does not end leaves the engine serving."""
+    levels = []
+
+    async def sleep(level, mode):
+        levels.append((level, mode, native.worker.called))
+
+    native._updates.is_shared, native._engine.sleep = True, sleep
+    native.worker.fails = {"sync_settle": "it hangs"}
+    with pytest.raises(TransferError, match="it hangs"):
+        await native.sleep(level, "keep")
+    assert (native.state, native._updates.held, native._updates.asleep) == (SERVING, False, set())
+    native.worker.fails, native.worker.called = {}, []
+    await native.sleep(level, "keep")
+    assert [one[:2] for one in levels] == [(0, "keep")] * 2
+    assert native.worker.called == ["sync_settle"]
+    assert native.state is UPDATING
+    assert native._updates.whole == (level == 0)
+    assert bool(native._updates.asleep) == (level > 0)
+
+
 async def test_a_push_wakes_what_is_falling_asleep_and_no_cache_without_weights(native):
     begun, slept = asyncio.Event(), asyncio.Event()
 

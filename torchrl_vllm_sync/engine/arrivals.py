@@ -10,7 +10,7 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -182,16 +182,13 @@ class Arrivals:
         return await self._ask("planning", "sync_plan_writes", metadata, timeout_s=timeout_s)
 
     async def begin_writing(
-        self,
-        known: list[list[int]],
-        parts: Sequence[bool] = (),
-        *,
-        run_id: str,
-        path: str,
-        timeout_s: float,
+        self, known: list[list[int] | None], *, run_id: str, path: str, timeout_s: float
     ) -> list[int]:
-        """Returns the number of each worker's memory that may be written to."""
-        args = run_id, known, parts, path, self._updates.replica_id, timeout_s
+        """Returns the number of each worker's memory that may be written to.
+
+        ``known`` are those that need not be handed over; ``None`` asks for a new one.
+        """
+        args = run_id, known, path, self._updates.replica_id, timeout_s
         call, how = ("beginning", "sync_begin_writing", *args), self._updates.require_asleep
         answers = await self._ask(*call, timeout_s=timeout_s, requires=how)
         self._is_checked = all(one["is_checked"] for one in answers)
@@ -507,14 +504,17 @@ class NativeCalls:
             needs = "needs enable_sleep_mode=True at launch"
             raise errors.UnsupportedArgumentError(f"sleep(level={level}) {needs}")
         async with self._turn("sleep", timeout_s):
-            call = self._engine.sleep(0 if is_shared else level, mode)
+            call = self._rest(mode) if is_shared else self._engine.sleep(level, mode)
             await self._hold("falling asleep", call, timeout_s)
-            if is_shared:
-                await self._updates.ask_workers("sync_settle", what="finishing the last step")
             if level > 0:
                 self._updates.asleep = MEMORY_TAGS
             if level > 1 or (level and is_shared):  # a trainer may write them
                 self._updates.whole = False
+
+    async def _rest(self, mode: PauseMode) -> None:
+        """Stops, with all memory; the last step has ended."""
+        await self._engine.sleep(0, mode)
+        await self._updates.ask_workers("sync_settle", what="finishing the last step")
 
     async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:
         """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""

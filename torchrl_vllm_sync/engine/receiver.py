@@ -332,7 +332,8 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             self.is_checked = True
             tensors = plan.tensors()
             if self.arena.is_shared:
-                tensors = [*tensors]  # from where a reload writes to
+                # They are read from where a reload writes to; the GPU may have no room for both.
+                tensors = [(name, one.cpu()) for name, one in tensors]
             else:
                 self.arena.mirror()  # the plan reads from there, which a reload leaves alone
             self._compare_with(lambda: reload_model(self.model, self.vllm_config, tensors))

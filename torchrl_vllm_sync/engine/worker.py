@@ -40,7 +40,7 @@ from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 from torchrl_vllm_sync.weights.source import device_name, device_uuid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from vllm.config import VllmConfig
@@ -262,8 +262,7 @@ class SyncWorkerExtension:
     def sync_begin_writing(
         self,
         run_id: str,
-        known: list[list[int]],
-        parts: Sequence[bool],
+        known: list[list[int] | None],
         path: str,
         replica_id: str,
         timeout_s: float,
@@ -271,10 +270,10 @@ class SyncWorkerExtension:
         """Says which memory may be written to; the model may be serving."""
         receiver = self._sync_receiver()
         rank = receiver.rank_in_replica
-        if parts and parts[rank]:
+        if (own := known[rank]) is None:
             self._sync_part()
         about = {"replica_id": replica_id, "rank": rank}
-        number = receiver.begin_writing(run_id, known[rank], path, about, timeout_s)
+        number = receiver.begin_writing(run_id, own or (), path, about, timeout_s)
         return {"number": number, "is_checked": receiver.is_checked}
 
     @answered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ class MasterWeights(torch.optim.Optimizer):
         UnsupportedArgumentError: ``optimizer_class`` evaluates the loss several times a step.
     """
 
-    _masters: torch.optim.Optimizer | None = None
+    _masters: Any = None  # steps the copies; not yet there while groups are added at first
 
     def __init__(
         self,
@@ -71,7 +70,6 @@ class MasterWeights(torch.optim.Optimizer):
             own |= _options(self._masters.param_groups[-1])
 
     def _groups(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        assert self._masters is not None
         return zip(self.param_groups, self._masters.param_groups, strict=True)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -94,7 +92,6 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        assert self._masters is not None
         for own, other in self._groups():  # schedulers change ours
             other |= _options(own)
         stepped = [(one, master) for one, master in self._pairs() if one.grad is not None]
@@ -113,7 +110,6 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _show(self, one: torch.Tensor, master: torch.Tensor) -> None:
         """Makes a copy's state, and the copy, that of its parameter."""
-        assert self._masters is not None
         self.state[one] = state = self._masters.state[master]
         state["master"] = master
 
@@ -127,12 +123,11 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: It is of other parameters or groups, or not of this class.
         """
-        assert self._masters is not None
         if not all("master" in one for one in state_dict["state"].values()):
             raise ValueError("state_dict must be of a MasterWeights: it holds no copies in float32")
         self._masters.load_state_dict(state_dict)  # which would be rounded if loaded here
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own |= copy.copy(_options(saved))
+            own |= _options(saved)
         self.state.clear()
         for one, master in self._pairs():
             if master in self._masters.state:

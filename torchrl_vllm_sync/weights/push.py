@@ -705,8 +705,9 @@ class WeightPusher:
 
     def _fall_asleep(self, mode: PauseMode) -> None:
         begin = time.perf_counter()
-        self._ask(self._heard(), "sleep", 2, mode, limit_s=FIRST_TIMEOUT_S)
-        self.slept_s = time.perf_counter() - begin
+        answers = self._ask(self._heard(), "sleep", 2, mode, limit_s=FIRST_TIMEOUT_S)
+        if not failed(answers):  # else one may be awake, and will refuse to be written to
+            self.slept_s = time.perf_counter() - begin
 
     def _heard(self) -> Collection[str]:
         return self._client.standings().keys() - self._members.silent.keys()

@@ -272,7 +272,7 @@ class _Piece:
 Memory = HostMemory | CudaMemory
 
 
-class Mapping:
+class MappedMemory:
     """A memory behind addresses of its own, as long as anybody has this or a piece of it."""
 
     def __init__(self, num_bytes: int, device: torch.device, descriptors: Sequence[int]) -> None:

@@ -274,7 +274,7 @@ class P2PTransport:
         planned = {name: one for name, one in answers.items() if name not in failed(answers)}
         origins = shards.source.origins(shards.renamed) if shards and planned else {}
         for name, workers in planned.items():
-            told = [(one["num_bytes"], one.get("lends_on"), one["writes"]) for one in workers]
+            told = [(one["num_bytes"], one["lends_on"], one["writes"]) for one in workers]
             self._workers[name] = [Worker(*one) for one in told]
             self._joined[name] = members.incarnations[name]
             if shards is not None:
@@ -291,20 +291,13 @@ class P2PTransport:
 
         ranks = None if shards is None else shards.known
 
-        def numbers(worker: Worker) -> list[int]:
+        def numbers(worker: Worker) -> list[int] | None:
             held = worker.memories.items()
+            if held and not worker.used.may_be_written(self._views, self._device):
+                return None  # it has to take new memory
             return [number for number, one in held if ranks is None or one.token in ranks]
 
-        def parts(worker: Worker) -> bool:
-            """Whether it has to take new memory, as a trainer has what is to be written over."""
-            is_ours = worker.lends_on is not None and worker.memories
-            return bool(is_ours) and not worker.used.may_be_written(self._views, self._device)
-
-        known: dict[str, Any] = {}
-        for name in names:
-            workers = self._workers[name]
-            apart = [parts(one) for one in workers]
-            known[name] = [numbers(one) for one in workers], *([apart] if any(apart) else ())
+        known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
         # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
         options = {"run_id": self.run_id, "path": self._handover.path}
         answers = ask(members.client, "begin_writing", known, deadline.left_s, **options)
@@ -313,7 +306,7 @@ class P2PTransport:
             for name, numbers in answers.items()
             if name not in failed(answers)
             for rank, number in enumerate(numbers)
-            if number not in known[name][0][rank]
+            if number not in (known[name][0][rank] or ())
         }
         while expected:
             said, descriptors = self._handover.take(deadline.at)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.module import place_of, storage_key
-from torchrl_vllm_sync.weights.p2p.memory import Handover, Mapping
+from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -142,7 +142,7 @@ class Mapped:
         shards: Iterable[Row],
     ) -> None:
         self.token = uuid.uuid4().hex
-        self._within = within = Mapping(num_bytes, device, descriptors)
+        self._within = within = MappedMemory(num_bytes, device, descriptors)
         self.copies = Places(rows, within.data)
         self.shards = Places(shards, within.data)  # of what this rank has a part of
         # Parameters that were moved here, and the storages that they, or views of them, are in.
