@@ -137,7 +137,14 @@ def test_a_pickled_service_has_sessions_of_its_own_and_agrees_on_new_ones(servic
     copy = pickle.loads(pickle.dumps(service))
     (prompt, *_) = openings(70)
     here = [service.generate(prompt, sampling(), session_id=f"p{at}").replica_id for at in range(4)]
-    # Each finds both replicas idle, so the key alone decides.
+    ended = copy.load.clock()
+    # Its reports must be of after these: one of before counts them as another process's.
+    eventually(
+        lambda: all(
+            one.asked_at > ended and one.num_elsewhere == 0 for one in copy.load.snapshots()
+        )
+    )
+    # Each finds both replicas idle, so the prompt alone decides.
     there = [copy.generate(prompt, sampling(), session_id=f"p{at}").replica_id for at in range(4)]
     assert here == there
     assert copy.release_sessions("p0") == 1
