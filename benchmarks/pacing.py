@@ -21,9 +21,10 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -114,8 +115,8 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
     params = [SamplingParams(**arguments.sampling | {"seed": one}) for one in seeds]
     cache = arguments.holds * arguments.tokens // BLOCK_TOKENS
     options = arguments.options | {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": cache}
-    fixed = dict[float, float]()
-    for system, loads in (("vllm", FIXED), ("ours", LOADS)):
+    found = defaultdict[tuple[str, float, str, str], list[float]](list)
+    for system, loads in (("vllm", FIXED), ("ours", LOADS)) * arguments.rounds:
         options["additional_config"] = {"fit_kv_cache": system == "ours"}
         with start(arguments.checkpoint, actor_class=counted_actor(), **options) as service:
             task = Task(({"query": [ask(at)]} for at in range(num)), {})
@@ -127,25 +128,27 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
                 num_tokens = asyncio.run(answered(service, prompts, params, at_once))
                 speed = num_tokens / (time.perf_counter() - begin)
                 share = (counts(service) - before).preempted / len(prompts)
-                case = f"{load:g} times what the cache holds"
-                for name, unit, found in (
-                    ("throughput", "tokens/s", speed),
-                    ("preempted", "a request", share),
-                    ("length", "tokens", num_tokens / len(prompts)),
-                ):
-                    recorder.add(case=case, system=system, metric=name, unit=unit, samples=[found])
-                if system == "vllm":
-                    fixed[load] = speed
-                    continue
-                best = max(one for fewer, one in fixed.items() if fewer <= load)
-                yield f"{case}: at most 1 % preempted", share <= 0.01
-                yield f"{case}: at 0.97 of the best speed", speed >= 0.97 * best
+                found[system, load, "throughput", "tokens/s"].append(speed)
+                found[system, load, "preempted", "a request"].append(share)
+                found[system, load, "length", "tokens"].append(num_tokens / len(prompts))
+    for (system, load, metric, unit), samples in found.items():
+        case = f"{load:g} times what the cache holds"
+        recorder.add(case=case, system=system, metric=metric, unit=unit, samples=samples)
+        if system == "vllm":
+            continue
+        if metric == "preempted":
+            yield f"{case}: at most 1 % preempted", max(samples) <= 0.01
+        if metric == "throughput":
+            fixed = [found["vllm", fewer, metric, unit] for fewer in FIXED if fewer <= load]
+            best = max(median(one) for one in fixed if one)
+            yield f"{case}: at 0.97 of the best speed", median(samples) >= 0.97 * best
 
 
 def main(argv: list[str] | None = None) -> Path:
     real = torch.cuda.is_available()
     parser = parser_of(__doc__, "few and short rows of the tiny model, whose promises are not kept")
     parser.add_argument("--kv", action="store_true", help="requests in flight and the KV cache")
+    parser.add_argument("--rounds", type=int, default=3, help="of --kv, with each system in turn")
     parser.add_argument("--model", type=Path, help="a checkpoint; else a tiny random model")
     parser.add_argument("--rows", type=int, help="of each system; 10,240, or 480 of the tiny one")
     parser.add_argument("--batch", type=int, default=640 if real else 16, help="rows of a step")
@@ -155,6 +158,7 @@ def main(argv: list[str] | None = None) -> Path:
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.rows, arguments.max_tokens, arguments.holds, arguments.tokens = 64, 60, 4, 80
+        arguments.rounds = 1
     elif arguments.rows is None:
         arguments.rows = 8 * arguments.holds if arguments.kv else 10_240 if real else 480
     most = 8 * arguments.holds if arguments.kv else 3 * arguments.batch

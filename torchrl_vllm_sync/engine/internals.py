@@ -1,8 +1,8 @@
 """Every internal of vLLM (0.26 to 0.32) that is used; tests/engine/test_internals.py names each.
 
-``tests/unit/test_resumption.py`` names those that continue an answer, and
-``tests/engine/test_fitting.py`` those that admit requests. Log-probabilities of a step travel from
-the engine core as three arrays, not as three a row, which is most of what they cost
+``tests/unit/test_resumption.py`` names those that continue an answer, ``tests/engine/test_fitting``
+those that admit requests and spare generators. Log-probabilities of a step travel from the engine
+core as three arrays, not as three a row, which is most of what they cost
 (``vllm/v1/core/sched/scheduler.py``, ``v1/engine/logprobs.py``).
 """
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.request import Request
 
     _Base = Scheduler
 else:
@@ -63,7 +64,7 @@ _EXCEPTION = re.compile(
 MAX_FIRST_TOKENS, MAX_TOKEN_GAPS = 256, 4096
 # How requests are fitted into the cache: answers remembered, moments looked at, standard deviations
 # of their needs that are kept free, and steps after which it is worked out again.
-RECENT_ANSWERS, NUM_MOMENTS, DEVIATIONS, STEPS_BETWEEN = 4096, 16, 2.0, 8
+RECENT_ANSWERS, NUM_MOMENTS, DEVIATIONS, STEPS_BETWEEN = 4096, 16, 1.25, 4
 LIMITS = "max_num_active_reqs", "max_num_running_reqs"  # of vLLM 0.32, and of earlier ones
 
 
@@ -197,15 +198,36 @@ class _Own(_Base):
         self._fits = wanted and len(self.kv_cache_config.kv_cache_groups) == 1
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        limit = self._most
-        if self._fits and self.waiting:
-            if self._steps_left == 0 or not self.running:
+        limit, everyone = self._most, self.running
+        if going := self._going() if self._fits else []:
+            self.running, limit = going, 0
+        elif self._fits and self.waiting:
+            if self._steps_left == 0 or not everyone:
                 self._limit, self._steps_left = self._fitting(), STEPS_BETWEEN
             self._steps_left -= 1
-            # vLLM asserts that not more run than may, and counts sessions that wait for input.
-            limit = max(1, self._limit, len(self.running)) + self.num_waiting_for_streaming_input
+            limit = self._limit
+        # vLLM asserts that not more run than may, and counts sessions that wait for input.
+        limit = max(1, limit, len(self.running)) + self.num_waiting_for_streaming_input
         setattr(self, self._limit_name, min(limit, self._most))
-        return super().schedule(*args, **kwargs)
+        planned = super().schedule(*args, **kwargs)
+        if going:
+            self.running = [one for one in everyone if one.status is RequestStatus.RUNNING]
+        return planned
+
+    def _going(self) -> list[Request]:
+        """Those for whose next tokens there is room, if not for all; vLLM would preempt others."""
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free >= len(self.running):
+            return []
+        going: list[Request] = []
+        size = self.block_size
+        for one in self.running:  # the oldest first: what they free lets the others go on
+            last = one.num_tokens_with_spec + one.num_output_placeholders
+            new = -(-last // size) - -(-one.num_computed_tokens // size)
+            if new <= free:
+                free -= new
+                going.append(one)
+        return going if len(going) < len(self.running) else []
 
     def _fitting(self) -> int:
         """How many may run, if those that join are as the first that waits."""
@@ -262,6 +284,24 @@ def pack_on_the_way(config: VllmConfig) -> None:
     packing: dict[Any, Any] = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = packing.get(scheduler.get_scheduler_cls())
+
+
+def spare_generators(runner: Any) -> None:
+    """Has a prompt that goes on sample without its generator: a CPU's cannot be set back."""
+    # VLLM 0.32 samples after each part of a prompt, drops the token, and sets the generator back:
+    # "CPU Generator does not use offset", and the engine core ends (v1/worker/gpu_model_runner.py).
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any) -> Any:
+        batch = runner.input_batch
+        goes_on = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        spared = {at: batch.generators.pop(at) for at in goes_on if at in batch.generators}
+        try:
+            return sample_tokens(*args)
+        finally:
+            batch.generators.update(spared)
+
+    runner.sample_tokens = sample
 
 
 def unpack_on_arrival(engine: AsyncLLM) -> None:

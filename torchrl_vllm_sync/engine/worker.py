@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.adapters import WorkerAdapters
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
+from torchrl_vllm_sync.engine.internals import spare_generators
 from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
 from torchrl_vllm_sync.errors import (
@@ -299,6 +300,8 @@ class SyncWorkerExtension:
 
     def sync_describe(self) -> tuple[str, str, str]:
         """Returns UUID (of a GPU) and name of its device, and why no trainer can write to it."""
+        if self.device.type == "cpu":
+            spare_generators(self.model_runner)
         receiver, why = self.weight_transfer_engine, NOT_STAGED
         if isinstance(receiver, BroadcastReceiver) and receiver.config.backend != BROADCAST_BACKEND:
             why = receiver.staging_refusal or why_not_a_plan(self.vllm_config)
