@@ -196,6 +196,17 @@ def test_a_new_group_is_told_what_pushes_consist_of(engines, groups):
     assert passes(engines) == [2, 1, 2], "an engine that was started since has a plan of its own"
 
 
+def test_a_standing_group_is_told_of_other_tensors(engines, groups):
+    transport = BroadcastTransport()
+    push(transport, engines, 1)
+    other = MappingSource({"a": torch.ones(2), "b": torch.ones(3)})
+    for version in (2, 3):
+        assert send(transport, engines, other, version).failures == {}
+    assert len(groups) == 1
+    assert len(engines.calls_of("prepare_broadcast")) == 2
+    assert passes(engines) == [2, 2, 1], "plans of other tensors are checked, too"
+
+
 def test_who_does_not_say_what_it_is_is_left_out_and_reported(engines, groups):
     engines.failing = {"describe": {"1": TimeoutError("no answer")}}
     outcome = push(BroadcastTransport(), engines, 1)
