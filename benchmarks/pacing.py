@@ -10,7 +10,7 @@ test, p > 0.01), which those of ``discarding`` must not be.
 ``--kv`` offers an engine with a small cache 1, 2, 4 and 8 times what it holds. Of that ``ours``
 takes in what will fit when it has grown; ``vllm`` takes in what fits at the moment, with a fixed
 number of requests in flight. At most 1 % may be preempted, at 0.97 of the speed of the best fixed
-number that is no more than what is offered. What does not hold is an error at the end.
+number that is no more than what is offered, by medians. What does not hold is an error at the end.
 ``python -m benchmarks.pacing --model FOLDER`` takes six minutes on a GPU, ``--smoke`` half a one.
 """
 
@@ -36,7 +36,7 @@ from tensordict import set_list_to_stack
 from benchmarks.grpo_systems import Bench, Case, Learner, Task
 from benchmarks.live_engines import counted_actor, counts, engine_options, local_ray, start
 from benchmarks.phases import Clock
-from benchmarks.record import Recorder, parser_of
+from benchmarks.record import Recorder, parser_of, refuse_less
 from tests.engine.paced import Trained, discard, in_order, same, train
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
@@ -156,6 +156,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--holds", type=int, default=256 if real else 32, help="requests")
     parser.add_argument("--tokens", type=int, default=320 if real else 120, help="of each")
     arguments = parser.parse_args(argv)
+    refuse_less(parser, arguments, rounds=1)
     if arguments.smoke:
         arguments.rows, arguments.max_tokens, arguments.holds, arguments.tokens = 64, 60, 4, 80
         arguments.rounds = 1

@@ -199,7 +199,8 @@ class _Own(_Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         limit, everyone = self._most, self.running
-        if going := self._going() if self._fits else []:
+        going = self._going() if self._fits else []
+        if going:
             self.running, limit = going, 0
         elif self._fits and self.waiting:
             if self._steps_left == 0 or not everyone:

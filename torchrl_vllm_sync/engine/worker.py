@@ -300,7 +300,7 @@ class SyncWorkerExtension:
 
     def sync_describe(self) -> tuple[str, str, str]:
         """Returns UUID (of a GPU) and name of its device, and why no trainer can write to it."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # once, before any request
             spare_generators(self.model_runner)
         receiver, why = self.weight_transfer_engine, NOT_STAGED
         if isinstance(receiver, BroadcastReceiver) and receiver.config.backend != BROADCAST_BACKEND:
