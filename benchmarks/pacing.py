@@ -128,6 +128,7 @@ def fitting(arguments: argparse.Namespace, recorder: Recorder) -> Iterator[tuple
                 num_tokens = asyncio.run(answered(service, prompts, params, at_once))
                 speed = num_tokens / (time.perf_counter() - begin)
                 share = (counts(service) - before).preempted / len(prompts)
+                print(f"{system} {load:g}: {speed:.0f} tokens/s, {share:.4f} preempted", flush=True)
                 found[system, load, "throughput", "tokens/s"].append(speed)
                 found[system, load, "preempted", "a request"].append(share)
                 found[system, load, "length", "tokens"].append(num_tokens / len(prompts))
