@@ -238,6 +238,7 @@ class RolloutCollector(LLMCollector):
         self._items: dict[int, Any] = {}  # of the data set, by row
         self._num_loaded, self._loading = 0, threading.Lock()
         self._prompts_sum = 0  # of all rows that were loaded, in their order
+        self._last_asked: tuple[Any, bytes] = None, b""
         # Groups that are not handed on, each with the version when it was sent: none of its tokens
         # is of an older one. As they end, they become ready.
         self._groups: dict[Future[Any], int] = {}
@@ -370,10 +371,12 @@ class RolloutCollector(LLMCollector):
 
     def _summed(self, item: Any, before: int) -> int:
         """A checksum of an item's prompt, and of all before it."""
-        asked = item[self.env.base_env.data_key]
-        if not isinstance(asked, str):
-            (asked,) = _listed(_column([asked]))
-        return xxhash.xxh3_64_intdigest(str(asked).encode(), before)
+        if item is not self._last_asked[0]:  # a group's rows are one object
+            asked = item[self.env.base_env.data_key]
+            if not isinstance(asked, str):
+                (asked,) = _listed(_column([asked]))
+            self._last_asked = item, str(asked).encode()
+        return xxhash.xxh3_64_intdigest(self._last_asked[1], before)
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
         # Before LLMCollector holds anything of the caller's. As it does, no InitTracker is added,
