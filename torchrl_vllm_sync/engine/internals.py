@@ -243,7 +243,9 @@ class _Own(_Base):
         lasts = np.cumprod(1 - self._ended / (known[::-1].cumsum()[::-1] + 1))  # one never ends
         lengths = lengths[:, None]
         left = np.maximum(1, np.array([one.max_tokens for one in requests])[:, None] - lengths)
-        steps = np.unique(np.geomspace(1, left.max(), NUM_MOMENTS).astype(int))
+        # Most is held just before those end that are as long as they may be.
+        ends = np.quantile(left, np.linspace(0, 1, NUM_MOMENTS))
+        steps = np.unique([*np.geomspace(1, left.max(), NUM_MOMENTS), *ends]).astype(int)
         shares = lasts[np.minimum(lengths + steps, size - 1)] / lasts[lengths]
         shares = np.where(steps <= left, shares, 0.0)  # of each that still runs then
         grown = shares * steps - (1 - shares) * lengths
