@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,7 +11,13 @@ import pytest
 
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState
-from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers, Batch, RunningRequest
+from torchrl_vllm_sync.engine.answers import (
+    TURN_S,
+    AdmissionGate,
+    Answers,
+    Batch,
+    RunningRequest,
+)
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -173,11 +180,18 @@ async def test_requests_of_a_batch_have_no_task_each(answers, engine):
 
 
 async def test_others_run_while_a_batch_enters(answers, engine):
+    add, each_s = engine.add_request, TURN_S / 3
+
+    async def slow(*args, **kwargs):
+        time.sleep(each_s)  # noqa: ASYNC251  as vLLM, which reads a request meanwhile
+        await add(*args, **kwargs)
+
+    engine.add_request = slow
     task, entered = started(answers, *(request(f"r{i}") for i in range(20))), [0]
     while entered[-1] < 20:
         await asyncio.sleep(0)
         entered.append(len(engine.asked))
-    assert max(after - before for before, after in pairwise(entered)) == 1
+    assert max(after - before for before, after in pairwise(entered)) <= 3
     for engine_id in engine.asked:
         engine.put(engine_id)
     await task

@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync import errors
+from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED, SampleState
 from torchrl_vllm_sync.replica import ReplicaState
@@ -47,6 +48,8 @@ Step = Callable[[EngineResult], object]
 _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 # Seconds that finished outputs of a batch wait at most, to be sent back together.
 BATCH_LINGER_S = 0.05
+# Seconds that the entering requests of a batch keep all others from running, at most.
+TURN_S = 0.005
 # Seconds for a request by default.
 TIMEOUT_S = 3600.0
 # How many ids are remembered of requests that were given up before they arrived.
@@ -328,6 +331,7 @@ class Batch:
         return min(limits.values(), default=now)
 
     async def _enter_all(self) -> None:
+        turn = Deadline(TURN_S)
         for answer in [*self._left]:
             is_quick = not self._replica.needs_rendering(answer.request.prompt)
             for index in range(len(answer.samples)):
@@ -335,7 +339,11 @@ class Batch:
                     await self._enter(answer, index)
                 else:
                     self._enter_later(answer, index)
-            await asyncio.sleep(0)  # vLLM, which only queues them, lets nobody else run
+            # vLLM, which only queues them, lets nobody else run. After each request would be too
+            # often: those that are in run meanwhile, step by step, with a part of the batch.
+            if turn.passed:
+                await asyncio.sleep(0)
+                turn = Deadline(TURN_S)
 
     def _enter_later(self, answer: Answer, index: int) -> None:
         self._tasks.append(asyncio.create_task(self._enter(answer, index)))
