@@ -29,7 +29,7 @@ class FakeActor:
         self.replica_id, self.num_answers, self.then = replica_id, num_answers, then
         self.calls, self.aborted, self.answer = [], [], answer or self.result
         self.run_batch, self.stream = Method(self._run_batch), Method(self._stream)
-        self.abort = Method(self._abort)
+        self.abort, self.join = Method(self._abort), Method(self._join)
 
     def result(self, request, **fields):
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
@@ -43,12 +43,16 @@ class FakeActor:
         if self.then is not None:
             await self.then()
 
-    async def _stream(self, request):
-        self.calls.append([request.request_id])
+    async def _stream(self, name, requests):
+        self.calls.append([request.request_id for request in requests])
         for step in range(min(self.num_answers, 3)):
-            yield ready(self.answer(request, finished=step == 2))
+            steps = [self.answer(request, finished=step == 2) for request in requests]
+            yield ready(([request.abort_id for request in requests], steps))
         if self.then is not None:
             await self.then()
+
+    def _join(self, name, requests):
+        return ready(False)
 
     def _abort(self, request_ids):
         self.aborted += request_ids
@@ -99,6 +103,12 @@ class Rig:
 
     def states(self):
         return [str(one.state) for one in self.load.snapshots()]
+
+
+async def read(stream, results):
+    """Appends what a stream yields as it comes."""
+    async for result in stream:
+        results.append(result)
 
 
 def make_requests(num, timeout_s=60.0, **params):

@@ -393,14 +393,14 @@ async def test_torchrls_call_of_one_replica_needs_no_tokenizer_for_ids(answers, 
     assert (await task).outputs[0].token_ids == (7,)
 
 
-@pytest.mark.parametrize(("kind", "num_read"), [("CUMULATIVE", 3), ("DELTA", 5)])
+@pytest.mark.parametrize(("kind", "num_read"), [("CUMULATIVE", 4), ("DELTA", 5)])
 async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
     monkeypatch, answers, engine, kind, num_read
 ):
     """Two samples: one takes three steps, the last of them after a step was read, one two."""
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
-    steps = answers.stream(request(kind=kind, n=2))
-    first = asyncio.ensure_future(anext(steps))
+    items = answers.stream("call", [request(kind=kind, n=2)])
+    first = asyncio.ensure_future(anext(items))
     await inside()
     await inside()
     growing = []
@@ -411,12 +411,49 @@ async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
 
     for one in ("r~1", "r~2", "r~1"):
         put(one)
-    read = [await first]
+    read = [*(await first)[1]]
     put("r~1", "stop")
     put("r~2", "stop")
-    read += [step async for step in steps]
+    read += [step async for _, steps in items for step in steps]
     assert [one.finished for one in read] == [False] * (len(read) - 1) + [True]
     found = [(one.output.outputs[0].index, one.output.outputs[0].token_ids) for one in read]
     each = [(0, [0]), (1, [0, 1]), (0, [0, 1, 2]), (0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])]
-    assert found == (each if kind == "DELTA" else [each[1], *each[3:]])
+    assert found == (each if kind == "DELTA" else each[1:])
     assert len(found) == num_read
+
+
+async def test_streams_that_join_a_call_share_its_items(monkeypatch, answers, engine):
+    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
+    items = answers.stream("call", [request("a", kind="DELTA")])
+    first = asyncio.ensure_future(anext(items))
+    await inside()
+    assert answers.join("call", [request("b", kind="DELTA"), request("c", kind="DELTA")])
+    assert not answers.join("another call", [request("d", kind="DELTA")])
+    await inside()
+    for name in ("a~1", "b~2", "a~1"):
+        engine.put(name, finish_reason=None)
+    assert (await first)[0] == ["a", "b", "a"]
+    engine.put("a~1")
+    engine.put("b~2", error=ValueError("of its own"))
+    names, steps = await anext(items)
+    assert names == ["a", "b"]
+    assert [type(one.error) for one in steps] == [type(None), GenerationError]
+    last = asyncio.ensure_future(anext(items))
+    await inside()
+    engine.put("c~3")
+    names, (step,) = await last
+    assert names == ["c"]
+    assert step.finished
+    assert [item async for item in items] == []
+    assert not answers.join("call", [request("e", kind="DELTA")])
+
+
+async def test_who_reads_a_call_no_further_ends_its_streams(answers, engine):
+    items = answers.stream("call", [request("a", kind="DELTA")])
+    first = asyncio.ensure_future(anext(items))
+    await inside()
+    first.cancel()
+    await asyncio.wait([first])
+    await inside()
+    assert engine.aborted == ["a~1"]
+    assert not answers.join("call", [request("b", kind="DELTA")])

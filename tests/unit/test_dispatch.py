@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from tests.fakes.requests import FakeActor, Method, Rig, hang, ids, make_requests, raises, step
+from tests.fakes.requests import (
+    FakeActor,
+    Method,
+    Rig,
+    hang,
+    ids,
+    make_requests,
+    raises,
+    read,
+    ready,
+    step,
+)
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -252,6 +263,84 @@ async def test_a_stream_yields_its_steps_and_then_leaves_nothing():
     (request,) = make_requests(1)
     assert [result.finished async for result in rig.stream(request)] == [False, False, True]
     assert not rig.actors[0].aborted
+    assert rig.load.total_in_flight == 0
+
+
+class SharingActor(FakeActor):
+    """Streams all that join a call by it, step by step as the test says."""
+
+    def __init__(self, replica_id):
+        super().__init__(replica_id)
+        self.joined, self.items, self.is_open = {}, asyncio.Queue(), False
+
+    async def _stream(self, name, requests):
+        self.calls.append(name)
+        self.joined[name], self.is_open = [*requests], True
+        while (item := await self.items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield ready(item)
+
+    def _join(self, name, requests):
+        if self.is_open:
+            self.joined[name] += requests
+        return ready(self.is_open)
+
+    def put(self, *requests, finished=False):
+        results = [self.answer(one, finished=finished) for one in requests]
+        self.items.put_nowait(([one.abort_id for one in requests], results))
+
+
+async def begin(rig, requests):
+    """Their answers, and the tasks that read them."""
+    answers = [[] for _ in requests]
+    streams = map(rig.stream, requests)
+    reading = [asyncio.create_task(read(*one)) for one in zip(streams, answers, strict=True)]
+    await asyncio.sleep(0.01)
+    return answers, reading
+
+
+async def test_streams_at_the_same_time_share_a_call():
+    actor = SharingActor("a")
+    rig, requests = Rig(actor), make_requests(4)
+    answers, reading = await begin(rig, requests[:2])
+    later, more = await begin(rig, requests[2:])
+    answers, reading = answers + later, reading + more
+    assert [ids(one) for one in actor.joined.values()] == [["r0", "r1", "r2", "r3"]]
+    actor.put(requests[2], requests[0])
+    actor.put(*requests, finished=True)
+    await asyncio.gather(*reading)
+    assert [[one.finished for one in each] for each in answers] == [
+        [False, True],
+        [True],
+        [False, True],
+        [True],
+    ]
+    assert [ids(each)[0] for each in answers] == ids(requests)
+    # The call ends as another comes: that makes a new one.
+    actor.is_open = False
+    (answer,), (task,) = await begin(rig, make_requests(1))
+    assert len(actor.calls) == 2
+    actor.items.put_nowait(None)
+    await asyncio.sleep(0)
+    actor.put(*make_requests(1), finished=True)
+    await task
+    assert [one.finished for one in answer] == [True]
+    assert rig.load.total_in_flight == 0
+    assert not actor.aborted
+
+
+async def test_what_ends_a_call_ends_all_of_its_streams():
+    actor = SharingActor("a")
+    rig = Rig(actor, FakeActor("b"))
+    rig.load.mark("b", ReplicaState.DRAINING)
+    answers, reading = await begin(rig, requests := make_requests(3))
+    actor.put(requests[1], finished=True)
+    rig.load.mark("b", ReplicaState.SERVING)
+    actor.items.put_nowait(ActorDiedError())
+    await asyncio.gather(*reading)
+    assert [each[-1].replica_id for each in answers] == ["b", "a", "b"]
+    assert not any(one.error for each in answers for one in each)
     assert rig.load.total_in_flight == 0
 
 

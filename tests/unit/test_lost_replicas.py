@@ -17,6 +17,7 @@ from tests.fakes.requests import (
     ids,
     make_requests,
     raises,
+    read,
     ready,
     step,
 )
@@ -68,12 +69,6 @@ async def until(condition):
 async def called(*actors):
     """Waits until each of these has been called."""
     await until(lambda: all(actor.calls for actor in actors))
-
-
-async def read(stream, results):
-    """Appends what a stream yields as it comes."""
-    async for result in stream:
-        results.append(result)
 
 
 def test_the_error_names_every_attempt_and_survives_pickling():
@@ -488,9 +483,9 @@ def stepping(replica_id, num_steps, then=None, **kwargs):
     actor = FakeActor(replica_id, num_steps, then, **kwargs)
     actor.asked = []
 
-    async def stream(request):
-        actor.asked.append(request)
-        async for ref in FakeActor._stream(actor, request):
+    async def stream(name, requests):
+        actor.asked += requests
+        async for ref in FakeActor._stream(actor, name, requests):
             yield ref
 
     actor.stream = Method(stream)

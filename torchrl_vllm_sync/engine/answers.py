@@ -454,6 +454,62 @@ class Batch:
                 await self._replica.engine.abort(unwanted)
 
 
+class Streams:
+    """Requests whose outputs are handed on as they grow; newer ones replace unread ones."""
+
+    def __init__(self, replica: Answers) -> None:
+        self._replica, self.some = replica, asyncio.Event()
+        self._tasks = set[asyncio.Task[None]]()
+        # In their order, by whose they are, and by sample where one output holds all of it.
+        self._unread: dict[tuple[str, Any], EngineResult] = {}
+
+    def enter(self, requests: Sequence[EngineRequest]) -> None:
+        for one in requests:
+            task = asyncio.create_task(self._run(one))
+            self._tasks.add(task)
+            task.add_done_callback(self._end)
+
+    async def _run(self, request: EngineRequest) -> None:
+        """Runs a request by itself: its time limit holds while nobody reads, too."""
+        # As in vLLM's own streams; those that hold only new tokens are all kept.
+        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
+
+        def keep(step: EngineResult) -> None:
+            of: Any = object()
+            for sample in step.output.outputs if step.output is not None else ():
+                sample.token_ids = [*sample.token_ids]  # vLLM adds to its own
+                sample.logprobs = sample.logprobs and sample.logprobs[:]
+                of = of if is_delta else sample.index
+            self._unread.pop((request.abort_id, of), None)
+            self._unread[request.abort_id, of] = step
+            self.some.set()
+
+        try:
+            async with contextlib.aclosing(Batch(self._replica, [request], keep).run()) as ends:
+                async for (last,) in ends:
+                    keep(last)
+        except Exception as failure:  # noqa: BLE001  a result, too
+            keep(self._replica.failure(request, failure))
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.some.set()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._tasks or self._unread)
+
+    def take_unread(self) -> list[tuple[str, EngineResult]]:
+        """What has come since the last call, and whose it is."""
+        unread, self._unread = self._unread, {}
+        self.some.clear()
+        return [(name, step) for (name, _), step in unread.items()]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
 class Answers:
     """The part of a replica that runs requests."""
 
@@ -464,6 +520,7 @@ class Answers:
         self.replica_id, self.gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
+        self._streams: dict[str, Streams] = {}  # by the name of the call
         self._restarts = 0
 
     def begin(
@@ -484,41 +541,32 @@ class Answers:
             async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)
 
-    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineResult]:
-        """Yields the growing outputs of one request; newer ones replace those nobody has read."""
-        # As in vLLM's own streams; those that hold only new tokens are all kept.
-        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        steps: dict[Any, EngineResult] = {}  # in their order, by sample where one holds all
-        some = asyncio.Event()
+    async def stream(
+        self, name: str, requests: list[EngineRequest]
+    ) -> AsyncIterator[tuple[list[str], PackedResults]]:
+        """Yields the outputs of requests as they grow, and whose each is, by abort id.
 
-        def keep(step: EngineResult) -> None:
-            of: Any = object()
-            for sample in step.output.outputs if step.output is not None else ():
-                sample.token_ids = [*sample.token_ids]  # vLLM adds to its own
-                sample.logprobs = sample.logprobs and sample.logprobs[:]
-                of = of if is_delta else sample.index
-            steps.pop(of, None)
-            steps[of] = step
-            some.set()
-
-        async def run() -> None:
-            async with contextlib.aclosing(Batch(self, [request], keep).run()) as ends:
-                async for (last,) in ends:
-                    keep(last)
-
-        # In a task of its own, as the time limit holds while nobody reads, too.
-        task = asyncio.create_task(run())
-        task.add_done_callback(lambda _: some.set())
+        What :meth:`join` adds under this ``name`` is streamed by the same call, which ends with the
+        last of them: each item holds what has come of all of them since the one before.
+        """
+        streams = self._streams[name] = Streams(self)
+        streams.enter(requests)
         try:
-            while steps or not task.done():
-                await some.wait()
-                some.clear()
-                while steps:
-                    (packed,) = PackedResults([steps.pop(next(iter(steps)))], want_prompt=False)
-                    yield packed
-            task.result()
+            while streams.is_open:
+                await streams.some.wait()
+                if unread := streams.take_unread():
+                    names, results = zip(*unread, strict=True)
+                    yield [*names], PackedResults(results, want_prompt=False)
         finally:
-            task.cancel()
+            del self._streams[name]
+            streams.close()
+
+    def join(self, name: str, requests: list[EngineRequest]) -> bool:
+        """Whether a call of :meth:`stream` is there that streams these requests, too."""
+        if name not in self._streams:
+            return False
+        self._streams[name].enter(requests)
+        return True
 
     def new_engine_id(self, request: EngineRequest) -> str:
         """A name for a sample that enters, unless its request was given up."""

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import logging
 import time
+import uuid
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -310,6 +312,64 @@ class ReplicaWatch:
         return _gone(name) if now is None else None
 
 
+class Streams:
+    """One actor's answers as they grow: those that come at the same time share a call."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._starting: dict[str, tuple[EngineRequest, asyncio.Queue[Any]]] = {}  # by abort id
+        self._name, self._queues = "", dict[str, asyncio.Queue[Any]]()  # of the latest call
+        self._tasks = set[asyncio.Task[None]]()
+
+    async def answers(self, request: EngineRequest) -> AsyncGenerator[EngineResult]:
+        """Yields the answer of one request as it grows."""
+        queue = asyncio.Queue[Any]()
+        if not self._starting:  # with all others that come in this turn of the loop
+            task = asyncio.create_task(self._start())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._starting[request.abort_id] = request, queue
+        while True:
+            answer = await queue.get()
+            if isinstance(answer, BaseException):
+                raise answer
+            yield answer
+
+    async def _start(self) -> None:
+        starting, self._starting = self._starting, {}
+        requests = [one for one, _ in starting.values()]
+        queues = {name: queue for name, (_, queue) in starting.items()}
+        try:
+            if self._name:
+                others = self._queues
+                others |= queues  # before the first answers come
+                if await self._actor.join.remote(self._name, requests):
+                    return
+                for name in queues:  # it had just ended
+                    del others[name]
+            await self._read(requests, queues)
+        except Exception as error:  # noqa: BLE001  raised where answers are waited for
+            for queue in queues.values():
+                queue.put_nowait(error)
+
+    async def _read(
+        self, requests: list[EngineRequest], queues: dict[str, asyncio.Queue[Any]]
+    ) -> None:
+        """Makes a call, and gives each of those that it streams its answers."""
+        name = self._name = uuid.uuid4().hex
+        self._queues = queues
+        refs = self._actor.stream.options(num_returns="streaming").remote(name, requests)
+        try:
+            async for ref in refs:
+                for one, result in zip(*await ref, strict=True):
+                    queues[one].put_nowait(result)
+                    if result.finished or result.error is not None:
+                        del queues[one]
+        finally:
+            if self._name == name:
+                self._name = ""
+
+
 class Dispatcher:
     """Sends requests to replicas, three times at most; each ends once, with its place free."""
 
@@ -322,6 +382,8 @@ class Dispatcher:
     ) -> None:
         self._replicas, self._load, self._recovers = replicas, load, recovers
         self._on_retry = on_retry
+        # By loop and actor, as long as there is one; a blocking call has a loop of its own.
+        self._streams = weakref.WeakValueDictionary[tuple[Any, Any], Streams]()
 
     async def run(
         self,
@@ -426,23 +488,24 @@ class Dispatcher:
             return errors.GenerationTimeoutError(late)
 
         async def next_answer() -> Any:
-            return await (await anext(refs))
+            return [await anext(answers)] if is_stream else await (await anext(answers))
 
         try:
             try:
                 if is_stream:
-                    refs = actor.stream.options(num_returns="streaming").remote(asked[0])
+                    key = asyncio.get_running_loop(), actor
+                    streams = self._streams.setdefault(key, Streams(actor))
+                    answers: Any = streams.answers(asked[0])
                 else:
                     run_batch = actor.run_batch.options(num_returns="streaming")
-                    refs = run_batch.remote(asked, want_prompt=False)
-                refs = aiter(refs)
+                    answers = aiter(run_batch.remote(asked, want_prompt=False))
                 with watch.active():
                     while left:
                         # A stream may be read slowly, and each step in a task of its own: there the
                         # limit is on silence.
                         step_s = limit_s if is_stream else end - time.monotonic()
                         answer = await watch.wait(next_answer(), step_s)
-                        for result in [answer] if is_stream else answer:
+                        for result in answer:
                             if result.error is not None or result.finished:
                                 del left[result.request_id]
                             if isinstance(result.error, errors.ReplicaUnavailableError):

@@ -144,6 +144,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)
         # Connections have it from here: Linux closes one whose reader stands still.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SLOW_S)
+        # asyncio does not set it for such sockets, and the first token would wait 40 ms.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, UnicodeError, OverflowError, TypeError) as error:
         told = f"host and port must be free to listen on, got {host!r} and {port!r}: {error}"
         raise UnsupportedArgumentError(told) from error
