@@ -29,7 +29,8 @@ class FakeActor:
         self.replica_id, self.num_answers, self.then = replica_id, num_answers, then
         self.calls, self.aborted, self.answer = [], [], answer or self.result
         self.run_batch, self.stream = Method(self._run_batch), Method(self._stream)
-        self.abort, self.join = Method(self._abort), Method(self._join)
+        self.streamed, self.items = Method(self._streamed), asyncio.Queue()
+        self.abort = Method(self._abort)
 
     def result(self, request, **fields):
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
@@ -43,16 +44,17 @@ class FakeActor:
         if self.then is not None:
             await self.then()
 
-    async def _stream(self, name, requests):
+    def _stream(self, caller, requests):
         self.calls.append([request.request_id for request in requests])
         for step in range(min(self.num_answers, 3)):
             steps = [self.answer(request, finished=step == 2) for request in requests]
-            yield ready(([request.abort_id for request in requests], steps))
-        if self.then is not None:
-            await self.then()
+            self.items.put_nowait(([request.abort_id for request in requests], steps))
+        return ready(None)
 
-    def _join(self, name, requests):
-        return ready(False)
+    async def _streamed(self, caller):
+        if self.items.empty():
+            await self.then()
+        return await self.items.get()
 
     def _abort(self, request_ids):
         self.aborted += request_ids

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torchrl_vllm_sync.engine.answers import (
     Answers,
     Batch,
     RunningRequest,
+    _put_together,
 )
 from torchrl_vllm_sync.engine.updates import Updates
 from torchrl_vllm_sync.errors import (
@@ -25,7 +27,12 @@ from torchrl_vllm_sync.errors import (
     InvalidPromptError,
     ReplicaUnavailableError,
 )
-from torchrl_vllm_sync.requests.messages import EngineRequest, SampleReport
+from torchrl_vllm_sync.requests.messages import (
+    EngineRequest,
+    EngineResult,
+    SampleReport,
+    spans_from_starts,
+)
 
 ENDING = (ReplicaState.STALE, ReplicaState.FAILED, ReplicaState.CLOSED)
 
@@ -393,14 +400,13 @@ async def test_torchrls_call_of_one_replica_needs_no_tokenizer_for_ids(answers, 
     assert (await task).outputs[0].token_ids == (7,)
 
 
-@pytest.mark.parametrize(("kind", "num_read"), [("CUMULATIVE", 4), ("DELTA", 5)])
 async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
-    monkeypatch, answers, engine, kind, num_read
+    monkeypatch, answers, engine
 ):
     """Two samples: one takes three steps, the last of them after a step was read, one two."""
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
-    items = answers.stream("call", [request(kind=kind, n=2)])
-    first = asyncio.ensure_future(anext(items))
+    answers.stream("me", [request(kind="CUMULATIVE", n=2)])
+    first = asyncio.ensure_future(told(answers))
     await inside()
     await inside()
     growing = []
@@ -411,49 +417,89 @@ async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
 
     for one in ("r~1", "r~2", "r~1"):
         put(one)
-    read = [*(await first)[1]]
+    read = [step for _, step in await first]
     put("r~1", "stop")
     put("r~2", "stop")
-    read += [step async for _, steps in items for step in steps]
-    assert [one.finished for one in read] == [False] * (len(read) - 1) + [True]
+    while not read[-1].finished:
+        read += [step for _, step in await told(answers)]
+    assert [one.finished for one in read] == [False, False, False, True]
     found = [(one.output.outputs[0].index, one.output.outputs[0].token_ids) for one in read]
-    each = [(0, [0]), (1, [0, 1]), (0, [0, 1, 2]), (0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])]
-    assert found == (each if kind == "DELTA" else each[1:])
-    assert len(found) == num_read
+    assert found == [(1, [0, 1]), (0, [0, 1, 2]), (0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])]
 
 
-async def test_streams_that_join_a_call_share_its_items(monkeypatch, answers, engine):
+def delta(token_ids, versions, finish_reason=None):
+    """A step of new tokens, each of which has a log-probability, as vLLM makes it."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    logprobs = FlatLogprobs()
+    for one in token_ids:
+        logprobs.append_fast([one], [-float(one)], itertools.count(1), [f"<{one}>"])
+    text = "".join(f"<{one}>" for one in token_ids)
+    completion = CompletionOutput(0, text, token_ids, -1.0, logprobs, finish_reason=finish_reason)
+    is_last = finish_reason is not None
+    output = RequestOutput("r", None, [1], None, [completion], finished=is_last)
+    spans = spans_from_starts([(one, at) for at, one in enumerate(versions)], len(token_ids))
+    return EngineResult(
+        request_id="r",
+        replica_id="0",
+        output=output,
+        finished=is_last,
+        samples=(SampleReport(spans=spans, decode_s=float(len(token_ids))),),
+        version=versions[-1],
+    )
+
+
+def test_new_tokens_that_nobody_has_read_are_put_together():
+    known = delta([5, 6], [1, 1])
+    for step in (delta([7], [1]), delta([8], [2]), delta([9, 10], [2, 3], "stop")):
+        known = _put_together(known, step)
+    (completion,), (report,) = known.output.outputs, known.samples
+    assert completion.token_ids == [5, 6, 7, 8, 9, 10]
+    assert completion.text == "<5><6><7><8><9><10>"
+    assert completion.logprobs == delta([5, 6, 7, 8, 9, 10], [1] * 6).output.outputs[0].logprobs
+    assert [tuple(one) for one in report.spans] == [(1, 0, 3), (2, 3, 5), (3, 5, 6)]
+    assert (known.finished, known.output.finished, completion.finish_reason) == (True, True, "stop")
+    assert (known.version, report.decode_s) == (3, 2.0)
+
+
+async def told(answers, caller="me"):
+    names, steps = await answers.streamed(caller)
+    return list(zip(names, steps, strict=True))
+
+
+async def test_streams_of_a_caller_are_read_together(monkeypatch, answers, engine):
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
-    items = answers.stream("call", [request("a", kind="DELTA")])
-    first = asyncio.ensure_future(anext(items))
+    first = asyncio.ensure_future(told(answers))  # may be there before what it asks for
     await inside()
-    assert answers.join("call", [request("b", kind="DELTA"), request("c", kind="DELTA")])
-    assert not answers.join("another call", [request("d", kind="DELTA")])
+    answers.stream("me", [request("a"), request("b")])
+    answers.stream("another", [request("d")])
     await inside()
-    for name in ("a~1", "b~2", "a~1"):
-        engine.put(name, finish_reason=None)
-    assert (await first)[0] == ["a", "b", "a"]
+    answers.stream("me", [request("c")])
+    await inside()
+    engine.put("d~3")
     engine.put("a~1")
     engine.put("b~2", error=ValueError("of its own"))
-    names, steps = await anext(items)
-    assert names == ["a", "b"]
-    assert [type(one.error) for one in steps] == [type(None), GenerationError]
-    last = asyncio.ensure_future(anext(items))
+    (one, step), (other, failed) = await first
+    assert (one, other, step.error, type(failed.error)) == ("a", "b", None, GenerationError)
+    engine.put("c~4")
+    ((name, step),) = await told(answers)
+    assert (name, step.finished) == ("c", True)
+    assert [name for name, _ in await told(answers, "another")] == ["d"]
     await inside()
-    engine.put("c~3")
-    names, (step,) = await last
-    assert names == ["c"]
-    assert step.finished
-    assert [item async for item in items] == []
-    assert not answers.join("call", [request("e", kind="DELTA")])
+    answers.stream("a third", [])
+    assert not answers._streams
 
 
-async def test_who_reads_a_call_no_further_ends_its_streams(answers, engine):
-    items = answers.stream("call", [request("a", kind="DELTA")])
-    first = asyncio.ensure_future(anext(items))
+async def test_streams_that_nobody_asks_for_end(monkeypatch, answers, engine):
+    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.LEFT_S", 0.05)
+    answers.stream("me", [request("a", kind="CUMULATIVE"), request("b", kind="CUMULATIVE")])
     await inside()
-    first.cancel()
-    await asyncio.wait([first])
+    engine.put("a~1", finish_reason=None)
+    await asyncio.sleep(0.1)
+    assert not engine.aborted
+    engine.put("a~1", finish_reason=None)
     await inside()
-    assert engine.aborted == ["a~1"]
-    assert not answers.join("call", [request("b", kind="DELTA")])
+    assert sorted(engine.aborted) == ["a~1", "b~2"]
+    answers.stream("another", [])
+    assert not answers._streams

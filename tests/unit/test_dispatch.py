@@ -267,24 +267,17 @@ async def test_a_stream_yields_its_steps_and_then_leaves_nothing():
 
 
 class SharingActor(FakeActor):
-    """Streams all that join a call by it, step by step as the test says."""
+    """Streams what the test says."""
 
-    def __init__(self, replica_id):
-        super().__init__(replica_id)
-        self.joined, self.items, self.is_open = {}, asyncio.Queue(), False
+    def _stream(self, caller, requests):
+        self.calls.append([request.request_id for request in requests])
+        return ready(None)
 
-    async def _stream(self, name, requests):
-        self.calls.append(name)
-        self.joined[name], self.is_open = [*requests], True
-        while (item := await self.items.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield ready(item)
-
-    def _join(self, name, requests):
-        if self.is_open:
-            self.joined[name] += requests
-        return ready(self.is_open)
+    async def _streamed(self, caller):
+        item = await self.items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def put(self, *requests, finished=False):
         results = [self.answer(one, finished=finished) for one in requests]
@@ -300,13 +293,13 @@ async def begin(rig, requests):
     return answers, reading
 
 
-async def test_streams_at_the_same_time_share_a_call():
+async def test_streams_at_the_same_time_share_calls():
     actor = SharingActor("a")
     rig, requests = Rig(actor), make_requests(4)
     answers, reading = await begin(rig, requests[:2])
     later, more = await begin(rig, requests[2:])
     answers, reading = answers + later, reading + more
-    assert [ids(one) for one in actor.joined.values()] == [["r0", "r1", "r2", "r3"]]
+    assert actor.calls == [["r0", "r1"], ["r2", "r3"]]
     actor.put(requests[2], requests[0])
     actor.put(*requests, finished=True)
     await asyncio.gather(*reading)
@@ -317,12 +310,7 @@ async def test_streams_at_the_same_time_share_a_call():
         [True],
     ]
     assert [ids(each)[0] for each in answers] == ids(requests)
-    # The call ends as another comes: that makes a new one.
-    actor.is_open = False
-    (answer,), (task,) = await begin(rig, make_requests(1))
-    assert len(actor.calls) == 2
-    actor.items.put_nowait(None)
-    await asyncio.sleep(0)
+    (answer,), (task,) = await begin(rig, make_requests(1))  # when nobody asked any more
     actor.put(*make_requests(1), finished=True)
     await task
     assert [one.finished for one in answer] == [True]
@@ -330,7 +318,7 @@ async def test_streams_at_the_same_time_share_a_call():
     assert not actor.aborted
 
 
-async def test_what_ends_a_call_ends_all_of_its_streams():
+async def test_what_ends_a_call_ends_all_streams_that_wait_for_it():
     actor = SharingActor("a")
     rig = Rig(actor, FakeActor("b"))
     rig.load.mark("b", ReplicaState.DRAINING)

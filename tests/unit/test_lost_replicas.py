@@ -483,10 +483,9 @@ def stepping(replica_id, num_steps, then=None, **kwargs):
     actor = FakeActor(replica_id, num_steps, then, **kwargs)
     actor.asked = []
 
-    async def stream(name, requests):
+    def stream(caller, requests):
         actor.asked += requests
-        async for ref in FakeActor._stream(actor, name, requests):
-            yield ref
+        return FakeActor._stream(actor, caller, requests)
 
     actor.stream = Method(stream)
     actor.answer = lambda request, finished: actor.result(request, finished=finished, **step(1))

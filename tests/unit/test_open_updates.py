@@ -282,7 +282,6 @@ async def test_weights_are_labelled_while_no_request_gets_tokens(native, drains)
 
 def test_the_actor_has_its_parts_methods_under_their_signatures():
     assert inspect.isasyncgenfunction(EngineActor.run_batch)
-    assert inspect.isasyncgenfunction(EngineActor.stream)
     assert inspect.iscoroutinefunction(EngineActor.load_snapshot)
     assert "at_least" in inspect.signature(EngineActor.load_snapshot).parameters
     wanted = inspect.signature(NativeCalls.pause_generation)

@@ -360,7 +360,7 @@ class EngineActor:
 
 # Calls that its parts have under the same names: these, or all.
 for _part, _kind, _names in (
-    ("_answers", Answers, "run_batch stream join generate abort"),
+    ("_answers", Answers, "run_batch stream streamed generate abort"),
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
     ("_updates", Updates, "hold_back admit drain undrain pin"),
     ("_adapters", Adapters, "prepare_adapter put_adapter give_adapters take_adapters"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -50,6 +51,8 @@ _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 BATCH_LINGER_S = 0.05
 # Seconds that the entering requests of a batch keep all others from running, at most.
 TURN_S = 0.005
+# Seconds after which streams whose outputs nobody asks for end.
+LEFT_S = 600.0
 # Seconds for a request by default.
 TIMEOUT_S = 3600.0
 # How many ids are remembered of requests that were given up before they arrived.
@@ -455,34 +458,40 @@ class Batch:
 
 
 class Streams:
-    """Requests whose outputs are handed on as they grow; newer ones replace unread ones."""
+    """Requests of one caller, whose outputs are handed on as they grow, when they are asked for."""
 
     def __init__(self, replica: Answers) -> None:
-        self._replica, self.some = replica, asyncio.Event()
+        self._replica, self._some = replica, asyncio.Event()
         self._tasks = set[asyncio.Task[None]]()
-        # In their order, by whose they are, and by sample where one output holds all of it.
-        self._unread: dict[tuple[str, Any], EngineResult] = {}
+        # What nobody has read yet, by whose it is and by sample, in the order of the newest.
+        self._unread: dict[tuple[str, int], EngineResult] = {}
+        self._clock = asyncio.get_running_loop().time
+        self._asked_at, self._is_asked = self._clock(), False
 
-    def enter(self, requests: Sequence[EngineRequest]) -> None:
-        for one in requests:
-            task = asyncio.create_task(self._run(one))
-            self._tasks.add(task)
-            task.add_done_callback(self._end)
+    def enter(self, request: EngineRequest) -> None:
+        task = asyncio.create_task(self._run(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, request: EngineRequest) -> None:
         """Runs a request by itself: its time limit holds while nobody reads, too."""
-        # As in vLLM's own streams; those that hold only new tokens are all kept.
+        # As in vLLM's own streams, new tokens are put together, and newer wholes replace others.
         is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
 
         def keep(step: EngineResult) -> None:
-            of: Any = object()
+            at = -1  # an error is of all samples, and comes last
             for sample in step.output.outputs if step.output is not None else ():
                 sample.token_ids = [*sample.token_ids]  # vLLM adds to its own
                 sample.logprobs = sample.logprobs and sample.logprobs[:]
-                of = of if is_delta else sample.index
-            self._unread.pop((request.abort_id, of), None)
-            self._unread[request.abort_id, of] = step
-            self.some.set()
+                at = sample.index
+            former = self._unread.pop((request.abort_id, at), None)
+            if is_delta and former is not None:
+                step = _put_together(former, step)
+            self._unread[request.abort_id, at] = step
+            self._some.set()
+            if self.is_left:  # by a process that died
+                for task in self._tasks:
+                    task.cancel()
 
         try:
             async with contextlib.aclosing(Batch(self._replica, [request], keep).run()) as ends:
@@ -491,23 +500,38 @@ class Streams:
         except Exception as failure:  # noqa: BLE001  a result, too
             keep(self._replica.failure(request, failure))
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self.some.set()
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody has asked for what there is for long."""
+        return bool(self._unread) and self._clock() - self._asked_at > LEFT_S
 
     @property
-    def is_open(self) -> bool:
-        return bool(self._tasks or self._unread)
+    def has_ended(self) -> bool:
+        return not (self._tasks or self._is_asked or self._unread) or self.is_left
 
-    def take_unread(self) -> list[tuple[str, EngineResult]]:
-        """What has come since the last call, and whose it is."""
+    async def read(self) -> tuple[list[str], PackedResults]:
+        """Whose outputs have come since the last call, and these; waits until there are some."""
+        self._is_asked = True
+        try:
+            await self._some.wait()
+        finally:
+            self._is_asked = False
+        self._some.clear()
+        self._asked_at = self._clock()
         unread, self._unread = self._unread, {}
-        self.some.clear()
-        return [(name, step) for (name, _), step in unread.items()]
+        return [name for name, _ in unread], PackedResults([*unread.values()], want_prompt=False)
 
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+
+def _put_together(former: EngineResult, step: EngineResult) -> EngineResult:
+    """Two outputs of new tokens of one sample as one."""
+    (first,), (last,) = former.samples, step.samples
+    num_tokens = len(former.output.outputs[0].token_ids)
+    starts = [(one.version, one.start) for one in first.spans]
+    starts += [(one.version, num_tokens + one.start) for one in last.spans]
+    former.output.add(step.output, aggregate=True)
+    spans = spans_from_starts(starts, len(former.output.outputs[0].token_ids))
+    samples = (dataclasses.replace(last, spans=spans),)
+    return dataclasses.replace(step, output=former.output, samples=samples)
 
 
 class Answers:
@@ -520,7 +544,7 @@ class Answers:
         self.replica_id, self.gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
-        self._streams: dict[str, Streams] = {}  # by the name of the call
+        self._streams: dict[str, Streams] = {}  # by caller
         self._restarts = 0
 
     def begin(
@@ -541,32 +565,16 @@ class Answers:
             async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)
 
-    async def stream(
-        self, name: str, requests: list[EngineRequest]
-    ) -> AsyncIterator[tuple[list[str], PackedResults]]:
-        """Yields the outputs of requests as they grow, and whose each is, by abort id.
+    def stream(self, caller: str, requests: list[EngineRequest]) -> None:
+        """Begins requests whose outputs :meth:`streamed` returns as they grow."""
+        self._streams = {one: left for one, left in self._streams.items() if not left.has_ended}
+        for one in requests:
+            self._streams.setdefault(caller, Streams(self)).enter(one)
 
-        What :meth:`join` adds under this ``name`` is streamed by the same call, which ends with the
-        last of them: each item holds what has come of all of them since the one before.
-        """
-        streams = self._streams[name] = Streams(self)
-        streams.enter(requests)
-        try:
-            while streams.is_open:
-                await streams.some.wait()
-                if unread := streams.take_unread():
-                    names, results = zip(*unread, strict=True)
-                    yield [*names], PackedResults(results, want_prompt=False)
-        finally:
-            del self._streams[name]
-            streams.close()
-
-    def join(self, name: str, requests: list[EngineRequest]) -> bool:
-        """Whether a call of :meth:`stream` is there that streams these requests, too."""
-        if name not in self._streams:
-            return False
-        self._streams[name].enter(requests)
-        return True
+    async def streamed(self, caller: str) -> tuple[list[str], PackedResults]:
+        """Abort ids and new outputs of a caller's requests, all that have come meanwhile."""
+        # Ray may begin this call before the one that has it begin something.
+        return await self._streams.setdefault(caller, Streams(self)).read()
 
     def new_engine_id(self, request: EngineRequest) -> str:
         """A name for a sample that enters, unless its request was given up."""

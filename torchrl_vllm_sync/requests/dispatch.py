@@ -9,7 +9,15 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -313,61 +321,59 @@ class ReplicaWatch:
 
 
 class Streams:
-    """One actor's answers as they grow: those that come at the same time share a call."""
+    """One actor's answers as they grow: one call brings what has come of all of them."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self._starting: dict[str, tuple[EngineRequest, asyncio.Queue[Any]]] = {}  # by abort id
-        self._name, self._queues = "", dict[str, asyncio.Queue[Any]]()  # of the latest call
-        self._tasks = set[asyncio.Task[None]]()
+        self._actor, self._name = actor, uuid.uuid4().hex
+        self._starting: list[EngineRequest] = []
+        self._queues: dict[str, asyncio.Queue[Any]] = {}  # by abort id
+        self._tasks, self._is_read = set[asyncio.Task[None]](), False
 
     async def answers(self, request: EngineRequest) -> AsyncGenerator[EngineResult]:
         """Yields the answer of one request as it grows."""
-        queue = asyncio.Queue[Any]()
+        queue = self._queues[request.abort_id] = asyncio.Queue[Any]()
         if not self._starting:  # with all others that come in this turn of the loop
-            task = asyncio.create_task(self._start())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        self._starting[request.abort_id] = request, queue
+            self._begin(self._start())
+        self._starting.append(request)
         while True:
             answer = await queue.get()
             if isinstance(answer, BaseException):
                 raise answer
             yield answer
 
-    async def _start(self) -> None:
-        starting, self._starting = self._starting, {}
-        requests = [one for one, _ in starting.values()]
-        queues = {name: queue for name, (_, queue) in starting.items()}
-        try:
-            if self._name:
-                others = self._queues
-                others |= queues  # before the first answers come
-                if await self._actor.join.remote(self._name, requests):
-                    return
-                for name in queues:  # it had just ended
-                    del others[name]
-            await self._read(requests, queues)
-        except Exception as error:  # noqa: BLE001  raised where answers are waited for
-            for queue in queues.values():
-                queue.put_nowait(error)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _read(
-        self, requests: list[EngineRequest], queues: dict[str, asyncio.Queue[Any]]
-    ) -> None:
-        """Makes a call, and gives each of those that it streams its answers."""
-        name = self._name = uuid.uuid4().hex
-        self._queues = queues
-        refs = self._actor.stream.options(num_returns="streaming").remote(name, requests)
-        try:
-            async for ref in refs:
-                for one, result in zip(*await ref, strict=True):
-                    queues[one].put_nowait(result)
+    async def _start(self) -> None:
+        requests, self._starting = self._starting, []
+        with self._failing([one.abort_id for one in requests]):
+            begun = self._actor.stream.remote(self._name, requests)  # before they are asked for
+            if not self._is_read:
+                self._is_read = True
+                self._begin(self._read())
+            await begun
+
+    async def _read(self) -> None:
+        with self._failing(self._queues):
+            while self._queues:
+                names, results = await self._actor.streamed.remote(self._name)
+                for name, result in zip(names, results, strict=True):
+                    self._queues[name].put_nowait(result)
                     if result.finished or result.error is not None:
-                        del queues[one]
-        finally:
-            if self._name == name:
-                self._name = ""
+                        del self._queues[name]
+        self._is_read = False
+
+    @contextlib.contextmanager
+    def _failing(self, names: Collection[str]) -> Iterator[None]:
+        """Raises what fails inside where answers to these are waited for."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            for name in [*names]:
+                if (queue := self._queues.pop(name, None)) is not None:
+                    queue.put_nowait(error)
 
 
 class Dispatcher:
@@ -477,7 +483,7 @@ class Dispatcher:
         left = {one.request_id: one.abort_id for one in asked}
         limit_s = max(one.timeout_s for one in asked) + GRACE_S
         end, watch = time.monotonic() + limit_s, ReplicaWatch(self._replicas, self._load, replica)
-        is_stream = share[0].so_far is not None
+        is_stream, key = share[0].so_far is not None, (asyncio.get_running_loop(), actor)
         lost: errors.ReplicaUnavailableError | None = None
         may_return, reason = False, ""
 
@@ -493,7 +499,6 @@ class Dispatcher:
         try:
             try:
                 if is_stream:
-                    key = asyncio.get_running_loop(), actor
                     streams = self._streams.setdefault(key, Streams(actor))
                     answers: Any = streams.answers(asked[0])
                 else:
@@ -523,6 +528,8 @@ class Dispatcher:
                 silence = f"it was silent for {limit_s:g} s"
                 self._mark(errors.ReplicaUnavailableError(replica_id, _FAILED, silence), actor)
             names, ids = list(left), list(left.values())
+            if left:  # the next stream shall not wait for the same calls
+                self._streams.pop(key, None)
             if lost is not None:
                 left.clear()
                 if may_return and ids:  # not waited for: it is out of reach
