@@ -52,6 +52,7 @@ class FakeActor:
         return ready(None)
 
     async def _streamed(self, caller):
+        await asyncio.sleep(0.01)  # meanwhile the last one is read
         if self.items.empty():
             await self.then()
         return await self.items.get()

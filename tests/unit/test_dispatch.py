@@ -284,6 +284,13 @@ class SharingActor(FakeActor):
         self.items.put_nowait(([one.abort_id for one in requests], results))
 
 
+def of_new_tokens(num, **fields):
+    """Requests whose steps are all read."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return make_requests(num, output_kind=RequestOutputKind.DELTA, **fields)
+
+
 async def begin(rig, requests):
     """Their answers, and the tasks that read them."""
     answers = [[] for _ in requests]
@@ -295,7 +302,7 @@ async def begin(rig, requests):
 
 async def test_streams_at_the_same_time_share_calls():
     actor = SharingActor("a")
-    rig, requests = Rig(actor), make_requests(4)
+    rig, requests = Rig(actor), of_new_tokens(4)
     answers, reading = await begin(rig, requests[:2])
     later, more = await begin(rig, requests[2:])
     answers, reading = answers + later, reading + more
@@ -316,6 +323,26 @@ async def test_streams_at_the_same_time_share_calls():
     assert [one.finished for one in answer] == [True]
     assert rig.load.total_in_flight == 0
     assert not actor.aborted
+
+
+@pytest.mark.parametrize(("kind", "num_read"), [("CUMULATIVE", 2), ("DELTA", 3)])
+async def test_a_slow_reader_gets_the_newest_of_outputs_that_hold_all(kind, num_read):
+    from vllm.sampling_params import RequestOutputKind
+
+    actor = SharingActor("a")
+    rig, (request,) = Rig(actor), make_requests(1)
+    request.sampling_params.output_kind = RequestOutputKind[kind]
+    stream = rig.stream(request)
+    first = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.01)
+    actor.put(request)
+    results = [await first]
+    actor.put(request)
+    actor.put(request, finished=True)
+    await asyncio.sleep(0.01)
+    results += [one async for one in stream]
+    assert len(results) == num_read
+    assert results[-1].finished
 
 
 async def test_what_ends_a_call_ends_all_streams_that_wait_for_it():
@@ -366,7 +393,7 @@ async def test_a_stream_read_slowly_does_not_time_out(monkeypatch):
     """Each step in a task of its own, as a blocking iterator reads it."""
     monkeypatch.setattr(dispatch, "GRACE_S", 0.0)
     rig = Rig(FakeActor("a"))
-    stream = rig.stream(make_requests(1, timeout_s=0.5)[0])
+    stream = rig.stream(of_new_tokens(1, timeout_s=0.5)[0])
     steps = []
     for _ in range(3):
         steps.append(await asyncio.create_task(anext(stream)))

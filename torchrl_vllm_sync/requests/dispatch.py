@@ -329,14 +329,18 @@ class Streams:
         self._queues: dict[str, asyncio.Queue[Any]] = {}  # by abort id
         self._tasks, self._is_read = set[asyncio.Task[None]](), False
 
-    async def answers(self, request: EngineRequest) -> AsyncGenerator[EngineResult]:
-        """Yields the answer of one request as it grows."""
+    async def answers(
+        self, request: EngineRequest, *, are_whole: bool
+    ) -> AsyncGenerator[EngineResult]:
+        """Yields the answer of one request as it grows; the newest, if each holds all of it."""
         queue = self._queues[request.abort_id] = asyncio.Queue[Any]()
         if not self._starting:  # with all others that come in this turn of the loop
             self._begin(self._start())
         self._starting.append(request)
         while True:
             answer = await queue.get()
+            while are_whole and not queue.empty():
+                answer = queue.get_nowait()
             if isinstance(answer, BaseException):
                 raise answer
             yield answer
@@ -483,7 +487,8 @@ class Dispatcher:
         left = {one.request_id: one.abort_id for one in asked}
         limit_s = max(one.timeout_s for one in asked) + GRACE_S
         end, watch = time.monotonic() + limit_s, ReplicaWatch(self._replicas, self._load, replica)
-        is_stream, key = share[0].so_far is not None, (asyncio.get_running_loop(), actor)
+        key, so_far = (asyncio.get_running_loop(), actor), share[0].so_far
+        is_stream = so_far is not None
         lost: errors.ReplicaUnavailableError | None = None
         may_return, reason = False, ""
 
@@ -498,9 +503,9 @@ class Dispatcher:
 
         try:
             try:
-                if is_stream:
+                if so_far is not None:
                     streams = self._streams.setdefault(key, Streams(actor))
-                    answers: Any = streams.answers(asked[0])
+                    answers: Any = streams.answers(asked[0], are_whole=so_far.is_whole)
                 else:
                     run_batch = actor.run_batch.options(num_returns="streaming")
                     answers = aiter(run_batch.remote(asked, want_prompt=False))
