@@ -494,7 +494,10 @@ async def test_streams_of_a_caller_are_read_together(monkeypatch, answers, engin
 async def test_streams_that_nobody_asks_for_end(monkeypatch, answers, engine):
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.LEFT_S", 0.05)
     answers.stream("me", [request("a", kind="CUMULATIVE"), request("b", kind="CUMULATIVE")])
-    await inside()
+    asked = asyncio.ensure_future(told(answers))
+    await asyncio.sleep(0.1)
+    engine.put("a~1", finish_reason=None)  # which somebody has waited for as long
+    await asked
     engine.put("a~1", finish_reason=None)
     await asyncio.sleep(0.1)
     assert not engine.aborted

@@ -503,7 +503,8 @@ class Streams:
     @property
     def is_left(self) -> bool:
         """Whether nobody has asked for what there is for long."""
-        return bool(self._unread) and self._clock() - self._asked_at > LEFT_S
+        was_asked = self._is_asked or self._clock() - self._asked_at <= LEFT_S
+        return bool(self._unread) and not was_asked
 
     @property
     def has_ended(self) -> bool:

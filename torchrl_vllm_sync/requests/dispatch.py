@@ -364,9 +364,10 @@ class Streams:
             while self._queues:
                 names, results = await self._actor.streamed.remote(self._name)
                 for name, result in zip(names, results, strict=True):
-                    self._queues[name].put_nowait(result)
+                    if (queue := self._queues.get(name)) is not None:
+                        queue.put_nowait(result)
                     if result.finished or result.error is not None:
-                        del self._queues[name]
+                        self._queues.pop(name, None)
         self._is_read = False
 
     @contextlib.contextmanager
