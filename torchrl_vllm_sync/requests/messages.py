@@ -380,8 +380,7 @@ class OutputRow:
 
     def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
         """vLLM's output with the caller's prompt, and what only this library knows; made late."""
-        known = {"finished": result.finished}
-        return _unread(self.outputs.kind, known, _Output(self, result, request))
+        return _unread(self.outputs.kind, {}, _Output(self, result, request))
 
     def samples(self) -> Iterator[tuple[_Records, int]]:
         """The column of each sample, and its row there."""
