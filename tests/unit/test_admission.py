@@ -506,3 +506,19 @@ async def test_streams_that_nobody_asks_for_end(monkeypatch, answers, engine):
     assert sorted(engine.aborted) == ["a~1", "b~2"]
     answers.stream("another", [])
     assert not answers._streams
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
+async def test_only_new_tokens_are_put_together(monkeypatch, answers, engine, kind):
+    file = "torchrl_vllm_sync.engine.answers"
+    monkeypatch.setattr(f"{file}.PackedResults", lambda some, **_: some)
+    monkeypatch.setattr(f"{file}._put_together", lambda former, step: [former, step])
+    answers.stream("me", [request("a", kind=kind), request("b", kind=kind)])
+    await inside()
+    for name, token in (("a~1", 1), ("b~2", 2), ("a~1", 3)):
+        engine.put(name, finish_reason=None, token_ids=[token])
+    (_, of_b), (name, of_a) = await told(answers)
+    assert (name, of_b.output.outputs[0].token_ids) == ("a", [2])
+    parts = of_a if kind == "DELTA" else [of_a]
+    tokens = [one.output.outputs[0].token_ids for one in parts]
+    assert tokens == ([[1], [3]] if kind == "DELTA" else [[3]])

@@ -267,14 +267,19 @@ async def test_a_stream_yields_its_steps_and_then_leaves_nothing():
 
 
 class SharingActor(FakeActor):
-    """Streams what the test says."""
+    """Streams what the test says, to one who asks."""
+
+    is_asked = False
 
     def _stream(self, caller, requests):
         self.calls.append([request.request_id for request in requests])
         return ready(None)
 
     async def _streamed(self, caller):
+        assert not self.is_asked
+        self.is_asked = True
         item = await self.items.get()
+        self.is_asked = False
         if isinstance(item, Exception):
             raise item
         return item
