@@ -58,7 +58,9 @@ def own_server() -> type:
 
             from torchrl_vllm_sync.serve.client import app_over, server_args
 
-            app = await app_over(self.engine, self.engine.vllm_config, server_args({}))
+            args, own = server_args({}), self.engine.vllm_config
+            args.model = own.model_config.model
+            app = await app_over(self.engine, own, args)
             config = uvicorn.Config(app, access_log=False, log_config=None, lifespan="off")
             listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
             serving = uvicorn.Server(config).serve([listening])

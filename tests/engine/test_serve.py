@@ -28,6 +28,7 @@ from tests.engine.requests import (
 )
 from torchrl_vllm_sync import AsyncVLLM, ReplicaState, cli
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
+from torchrl_vllm_sync.serve.server import _listen
 
 KILLS = True
 KEY = "a-key"
@@ -420,3 +421,11 @@ def test_a_replica_that_dies_in_mid_stream_is_not_noticed(service, client, name)
     assert text == wanted
     assert service.requests.counts.totals()["retried"] == before + 1
     assert service.load.total_in_flight == 0
+
+
+def test_what_is_sent_does_not_wait_until_the_client_has_acknowledged_more():
+    listening = _listen("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

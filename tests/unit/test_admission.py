@@ -13,6 +13,7 @@ import pytest
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.answers import (
+    LEFT_S,
     TURN_S,
     AdmissionGate,
     Answers,
@@ -491,16 +492,27 @@ async def test_streams_of_a_caller_are_read_together(monkeypatch, answers, engin
     assert not answers._streams
 
 
-async def test_streams_that_nobody_asks_for_end(monkeypatch, answers, engine):
+async def test_who_asks_for_streams_that_never_come_is_told_so(monkeypatch, answers):
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.LEFT_S", 0.05)
+    assert await told(answers) == []
+    answers.stream("another", [])
+    assert not answers._streams
+
+
+async def test_streams_that_nobody_asks_for_end(answers, engine):
     answers.stream("me", [request("a", kind="CUMULATIVE"), request("b", kind="CUMULATIVE")])
+    now, streams = [0.0], answers._streams["me"]
+    streams._clock, streams._asked_at = lambda: now[0], now[0]
     asked = asyncio.ensure_future(told(answers))
-    await asyncio.sleep(0.1)
+    await inside()
+    now[0] += LEFT_S + 1
     engine.put("a~1", finish_reason=None)  # which somebody has waited for as long
     await asked
+    now[0] += LEFT_S - 1
     engine.put("a~1", finish_reason=None)
-    await asyncio.sleep(0.1)
+    await inside()
     assert not engine.aborted
+    now[0] += 2
     engine.put("a~1", finish_reason=None)
     await inside()
     assert sorted(engine.aborted) == ["a~1", "b~2"]

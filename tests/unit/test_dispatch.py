@@ -350,6 +350,22 @@ async def test_a_slow_reader_gets_the_newest_of_outputs_that_hold_all(kind, num_
     assert results[-1].finished
 
 
+async def test_a_stream_that_cannot_be_sent_fails_alone():
+    def refuse(caller, requests):
+        raise TypeError("cannot be pickled")
+
+    actor = SharingActor("a")
+    rig, (one, other) = Rig(actor), of_new_tokens(2)
+    answers, reading = await begin(rig, [one])
+    actor.stream = Method(refuse)
+    with pytest.raises(TypeError, match="pickled"):
+        await anext(rig.stream(other))
+    actor.put(one, finished=True)
+    await asyncio.gather(*reading)
+    assert [[each.finished for each in some] for some in answers] == [[True]]
+    assert rig.load.total_in_flight == 0
+
+
 async def test_what_ends_a_call_ends_all_streams_that_wait_for_it():
     actor = SharingActor("a")
     rig = Rig(actor, FakeActor("b"))

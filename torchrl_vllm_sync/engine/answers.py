@@ -510,11 +510,14 @@ class Streams:
     def has_ended(self) -> bool:
         return not (self._tasks or self._is_asked or self._unread) or self.is_left
 
-    async def read(self) -> tuple[list[str], PackedResults]:
-        """Whose outputs have come since the last call, and these; waits until there are some."""
+    async def read(self) -> tuple[list[str], Iterable[EngineResult]]:
+        """Whose outputs have come since the last call, and these; waits for some, ten minutes."""
         self._is_asked = True
         try:
-            await self._some.wait()
+            async with asyncio.timeout(LEFT_S):
+                await self._some.wait()
+        except TimeoutError:  # who is still there asks again
+            return [], ()
         finally:
             self._is_asked = False
         self._some.clear()
@@ -572,7 +575,7 @@ class Answers:
         for one in requests:
             self._streams.setdefault(caller, Streams(self)).enter(one)
 
-    async def streamed(self, caller: str) -> tuple[list[str], PackedResults]:
+    async def streamed(self, caller: str) -> tuple[list[str], Iterable[EngineResult]]:
         """Abort ids and new outputs of a caller's requests, all that have come meanwhile."""
         # Ray may begin this call before the one that has it begin something.
         return await self._streams.setdefault(caller, Streams(self)).read()

@@ -393,7 +393,7 @@ class Dispatcher:
     ) -> None:
         self._replicas, self._load, self._recovers = replicas, load, recovers
         self._on_retry = on_retry
-        # By loop and actor, as long as there is one; a blocking call has a loop of its own.
+        # By loop and actor, as long as one of them lasts: callers have loops of their own.
         self._streams = weakref.WeakValueDictionary[tuple[Any, Any], Streams]()
 
     async def run(

@@ -133,7 +133,7 @@ async def make_app(
     engine_args, config = service.engine_args, service.requests.fetch("get_config")
     if sessions is not None:  # what a client does not say is not to be what a loss cannot correct
         config.model_config.generation_config = "vllm"
-    args.api_key = [api_key]
+    args.model, args.api_key = engine_args.model, [api_key]
     names = engine_args.served_model_name or engine_args.model
     args.served_model_name = [names] if isinstance(names, str) else names
     app = await app_over(ServiceClient(service, config, sessions), config, args)
@@ -147,7 +147,6 @@ async def app_over(client: Any, config: Any, args: Any) -> FastAPI:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
 
-        args.model = config.model_config.model
         args.structured_outputs_config = config.structured_outputs_config
         args.allowed_origins = []  # other sites' pages must not ask through a visitor's browser
         args.enable_scale_out = True
