@@ -28,7 +28,13 @@ from vllm.logprobs import append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, PauseMode
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    PauseMode,
+)
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES
@@ -491,12 +497,21 @@ class SampleState:
         return times[1] - times[0] if all(times) else None
 
 
+def check_lengths(request: EngineCoreRequest) -> None:
+    """Refuses what a core of vLLM 0.26, which has not looked after setting the limit, ends of."""
+    params: Any = request.sampling_params
+    if params.min_tokens > params.max_tokens:
+        told = f"min_tokens must be at most {params.max_tokens}, got {params.min_tokens}"
+        raise ValueError(told)
+
+
 def watch_samples(engine: Any, on_sample: Callable[[SampleState], None]) -> None:
     """Calls ``on_sample`` for every sample that ``engine`` registers; vLLM has no hook there."""
     processor = engine.output_processor
     add_request = processor.add_request
 
     def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:
+        check_lengths(request)
         add_request(request, *args, **kwargs)
         on_sample(SampleState(processor, processor.request_states[request.request_id], request))
 

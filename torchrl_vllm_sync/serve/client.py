@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,12 @@ class ServiceClient:
     def __init__(self, service: Any, config: Any, sessions: Sessions | None) -> None:
         from vllm.v1.engine.input_processor import InputProcessor
 
+        from torchrl_vllm_sync.engine.internals import check_lengths
+
         self._service, self._sessions = service, sessions
         self.vllm_config, self.model_config = config, config.model_config
         self.input_processor = InputProcessor(config)
-        self.renderer = self.input_processor.renderer
+        self.renderer, self._check_lengths = self.input_processor.renderer, check_lengths
 
     async def generate(
         self, prompt: Any, params: Any, name: str, *, session_id: str | None = None, **more: Any
@@ -52,7 +54,8 @@ class ServiceClient:
             told = f"must have at most {MAX_KEY} characters, got {len(too_long[0])}"
             raise ValueError(f"names of sessions and groups {told}")
         # What the engine would refuse is refused here, as what is wrong with the request.
-        self.input_processor.process_inputs(name, prompt, params, ("generate",))
+        processed = self.input_processor.process_inputs(name, prompt, params, ("generate",))
+        self._check_lengths(processed)
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
         recording = None
         if self._sessions is not None and asked.session_id is not None:
@@ -88,12 +91,18 @@ class ServiceClient:
 
 def _as_http(error: errors.SyncError) -> Exception:
     """The error of vLLM's that has the right status; a caller's fault and an engine's have it."""
-    from vllm.exceptions import GracefulHTTPError
-
     if isinstance(error, ValueError) or type(error) is errors.GenerationError:
         return error
-    is_late = isinstance(error, errors.GenerationTimeoutError)
-    return GracefulHTTPError(str(error), HTTPStatus(504 if is_late else 503))
+    status = HTTPStatus(504 if isinstance(error, errors.GenerationTimeoutError) else 503)
+    try:
+        from vllm.exceptions import GracefulHTTPError
+    except ImportError:  # vLLM 0.26
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+
+        other = GenerationError(str(error))
+        other.status_code = status
+        return other
+    return GracefulHTTPError(str(error), status)
 
 
 @contextlib.contextmanager
@@ -106,22 +115,35 @@ def _by_vllm() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, *refused) as error:
-        told = f"vLLM {vllm.__version__} cannot serve this, as vLLM 0.32 serves: {error!r}"
+        told = f"vLLM {vllm.__version__} cannot serve this, as 0.26 and 0.32 serve: {error!r}"
         raise errors.UnsupportedArgumentError(told) from error
     finally:  # model_hosting_container_standards has raised it, for all of the process
         logging.root.setLevel(level)
 
 
+def _parts_of_vllm() -> tuple[Any, Callable[[Any], None], Callable[..., Any], Callable[..., Any]]:
+    """``cli_args``, ``validate_api_server_args``, ``build_app`` and ``init_app_state``."""
+    try:
+        from vllm.entrypoints.launchers import cli_args, launcher
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+    except ImportError:  # vLLM 0.26
+        from vllm.entrypoints.openai import api_server as launcher
+        from vllm.entrypoints.openai import cli_args
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+    return cli_args, launcher.validate_api_server_args, build_app, init_app_state
+
+
 def server_args(options: Mapping[str, Any]) -> Any:
     """vLLM's arguments of a server with these options, which ``vllm serve`` checks as well."""
     with _by_vllm():
-        from vllm.entrypoints.launchers import cli_args, launcher
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+        cli_args, validate, *_ = _parts_of_vllm()
         args: Any = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([])
         vars(args).update(vars(cli_args.BaseFrontendArgs(**options)))
         cli_args.validate_parsed_serve_args(args)
-        launcher.validate_api_server_args(args)
+        validate(args)
         return args
 
 
@@ -144,9 +166,7 @@ async def make_app(
 async def app_over(client: Any, config: Any, args: Any) -> FastAPI:
     """vLLM's application over an engine, or what stands for one."""
     with _by_vllm():
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-
+        *_, build_app, init_app_state = _parts_of_vllm()
         args.structured_outputs_config = config.structured_outputs_config
         args.allowed_origins = []  # other sites' pages must not ask through a visitor's browser
         args.enable_scale_out = True

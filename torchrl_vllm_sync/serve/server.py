@@ -34,6 +34,7 @@ from torchrl_vllm_sync.serve.sessions import (
 )
 
 MAX_BODY_BYTES = 32 << 20
+_NAMED = re.compile(rb'"(user|session_id)"\s*:')  # fields that may name a session
 SLOW_S = 60  # for a client to send what it asks, or to read on
 CLOSE_S = 2  # for answers that are under way when the server is closed
 
@@ -191,10 +192,10 @@ class Gate:
             told = f"a body must have at most {MAX_BODY_BYTES} bytes"
             await _refusal(413, told)(scope, receive, send)
             return
-        if self._sessions is not None:
+        if self._sessions is not None or _NAMED.search(body):
             body = _captured(self._sessions, asked, headers, body)
-        elif "x-session-id" not in headers and (user := _user(body)):
-            scope = _with_header(scope, b"x-session-id", user.encode(errors="replace"))
+        else:
+            asked.session_id = headers.get("x-session-id")
         whole = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
         ASKED.set(asked)
 
@@ -221,20 +222,18 @@ def _fields(body: bytearray) -> dict[str, Any]:
     return {}
 
 
-def _user(body: bytearray) -> str:
-    """OpenAI's field for the end user, which vLLM reads and does nothing with."""
-    user = _fields(body).get("user") if re.search(rb'"user"\s*:', body) else None
-    return user if isinstance(user, str) and len(user) <= MAX_KEY else ""
-
-
-def _captured(sessions: Sessions, asked: Asked, headers: Headers, body: bytearray) -> bytearray:
+def _captured(
+    sessions: Sessions | None, asked: Asked, headers: Headers, body: bytearray
+) -> bytearray:
     """The body with answers in it as they were sampled; notes whose session it is."""
     fields = _fields(body)
     if not asked.is_bound:
-        names = fields.get("session_id"), headers.get("x-session-id"), _user(body)
+        user = fields.get("user")  # OpenAI's for the end user, which may be a name of anything
+        user = user if isinstance(user, str) and len(user) <= MAX_KEY else None
+        names = fields.get("session_id"), headers.get("x-session-id"), user
         asked.session_id = next((one for one in names if one and isinstance(one, str)), None)
     messages = fields.get("messages")
-    if asked.session_id is None or not isinstance(messages, list):
+    if sessions is None or asked.session_id is None or not isinstance(messages, list):
         return body
     if (session := sessions.get(asked.session_id)) is not None:
         messages = fields["messages"] = session._as_sampled(messages)
