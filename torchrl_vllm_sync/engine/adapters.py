@@ -24,6 +24,8 @@ from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, m
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 
 if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
     from torchrl_vllm_sync.engine.answers import AdmissionGate
     from torchrl_vllm_sync.engine.updates import Updates
     from torchrl_vllm_sync.requests.messages import EngineRequest
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 FIRST_ID = 2**30
 # Of a ``LoRARequest``, which must have a path: there is no file.
 PATH = "/torchrl_vllm_sync/"
+# Inits that change the base weights, too.
+_CHANGING = ("pissa", "olora", "corda", "loftq")
 
 
 # ---- In a worker
@@ -56,14 +60,20 @@ class WorkerAdapters:
         self._held: dict[int, tuple[list[Place], torch.Tensor]] = {}
         self._newest: dict[str, int] = {}
         self._load_file, self._manager._load_adapter = self._manager._load_adapter, self._load
+        self._mapper = _names_of(self._slots.model)
 
     def prepare(self, config: str, metadata: list[ParamMeta]) -> str:
         """Refuses what vLLM cannot adapt; returns the dtype that it holds adapters in."""
         name = metadata[0].name.partition(OF)[0]
+        given = json.loads(config)
+        init, has_bias = str(given.get("init_lora_weights")), given.get("lora_bias")
         try:
-            PEFTHelper.from_dict(json.loads(config)).validate_legal(self._manager.lora_config)
+            PEFTHelper.from_dict(given).validate_legal(self._manager.lora_config)
         except ValueError as error:
             raise WeightMismatchError(f"adapter {name!r}: {error}") from error
+        if has_bias or init.lower().startswith(_CHANGING):  # vLLM 0.26 does not look at them
+            told = f"LoRA bias={has_bias}, init_lora_weights={init} are not supported"
+            raise WeightMismatchError(f"adapter {name!r}: {told}")
         found = {meta: self._place(meta) for meta in metadata}
         if bad := [f"{meta.name} {list(meta.shape)}" for meta, one in found.items() if one is None]:
             told = f"{len(bad)} of {len(metadata)} tensors have no place in the engines' model"
@@ -73,10 +83,7 @@ class WorkerAdapters:
 
     def _place(self, meta: ParamMeta) -> Place | None:
         name = meta.name.partition(OF)[2]
-        mapper = getattr(self._slots.model, "hf_to_vllm_mapper", None)
-        module_name, is_first = parse_fine_tuned_lora_name(
-            name, mapper and mapper.get_rename_mapper()
-        )
+        module_name, is_first = parse_fine_tuned_lora_name(name, self._mapper)
         parents = self._slots.packed_modules.items()
         packed = [(one, names.index(module_name)) for one, names in parents if module_name in names]
         (parent, at) = packed[0] if packed else (module_name, 0)
@@ -124,14 +131,13 @@ class WorkerAdapters:
         rank = max(min(meta.shape) for meta in metas)
         # They are scaled already.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
-        mapper = getattr(self._slots.model, "hf_to_vllm_mapper", None)
         return LoRAModel.from_lora_tensors(
             request.lora_int_id,
             tensors,
             helper,
             device=str(data.device),
             dtype=data.dtype,
-            weights_mapper=mapper and mapper.get_rename_mapper(),
+            weights_mapper=self._mapper,
         )
 
     def slices(self, digest: str) -> list[list[Any]] | None:
@@ -158,6 +164,14 @@ class WorkerAdapters:
             one.slots[at, 0, : one.part.shape[0], : one.part.shape[1]]
             for one in self._layouts[digest]
         ]
+
+
+def _names_of(model: Any) -> WeightsMapper | None:
+    """From names of published modules to those of vLLM's, one by one."""
+    if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
+        return None
+    make = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper  # vLLM 0.26
+    return make()
 
 
 # ---- In the actor

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import reload
@@ -154,7 +155,7 @@ def checkpoint_metadata(model_config: Any) -> list[ParamMeta]:
 def reload_model(model: torch.nn.Module, vllm_config: Any, weights: Tensors) -> int:
     """Replaces every parameter of ``model`` by ``weights``; returns the number of tensors."""
     taken = itertools.count()
-    with set_current_vllm_config(vllm_config):
+    with set_current_vllm_config(vllm_config), _unwrapped(model):
         reload.initialize_layerwise_reload(model)
         expected = _loadable_names(model)
         try:
@@ -169,6 +170,20 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, weights: Tensors) -> 
         count = f"{len(missing)} of {len(expected)} parameters received no weights"
         raise WeightMismatchError(f"{count}: {first_few(sorted(missing))}")
     return next(taken)
+
+
+@contextlib.contextmanager
+def _unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """Puts layers that LoRA wraps in their wrappers' place, whose names vLLM 0.26 does not load."""
+    layers = [(of, *one) for of in model.modules() for one in of.named_children()]
+    wrapped = [one for one in layers if isinstance(one[2], BaseLayerWithLoRA)]
+    for parent, name, layer in wrapped:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            setattr(parent, name, layer)
 
 
 def _loadable_names(model: torch.nn.Module) -> set[str]:
