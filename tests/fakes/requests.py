@@ -8,7 +8,13 @@ import numpy as np
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import Replica
 from torchrl_vllm_sync.requests.dispatch import Dispatcher
-from torchrl_vllm_sync.requests.messages import EngineRequest, EngineResult, SampleReport
+from torchrl_vllm_sync.requests.messages import (
+    EngineRequest,
+    EngineResult,
+    SampleReport,
+    framed,
+    received,
+)
 from torchrl_vllm_sync.routing.balancer import LoadBalancer
 from torchrl_vllm_sync.routing.ledger import LoadTracker
 
@@ -28,9 +34,9 @@ class FakeActor:
     def __init__(self, replica_id, num_answers=10**6, then=None, answer=None):
         self.replica_id, self.num_answers, self.then = replica_id, num_answers, then
         self.calls, self.aborted, self.answer = [], [], answer or self.result
-        self.run_batch, self.stream = Method(self._run_batch), Method(self._stream)
-        self.streamed, self.items = Method(self._streamed), asyncio.Queue()
-        self.abort = Method(self._abort)
+        self.run_batch, self.streams_at = Method(self._run_batch), Method(self._streams_at)
+        self.abort, self.items = Method(self._abort), asyncio.Queue()
+        self.server, self.connections, self.failure = None, 0, None
 
     def result(self, request, **fields):
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
@@ -44,16 +50,47 @@ class FakeActor:
         if self.then is not None:
             await self.then()
 
-    def _stream(self, caller, requests):
+    async def _streams_at(self):
+        if self.failure is not None:
+            raise self.failure
+        if self.server is None:
+            self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return (*self.server.sockets[0].getsockname(), b"key")
+
+    async def _serve(self, reader, writer):
+        assert await reader.readexactly(3) == b"key"
+        self.server.close()  # there is one for each connection
+        self.server, self.connections = None, self.connections + 1
+        sending = None
+        try:
+            while True:
+                self._stream(await received(reader))
+                sending = sending or asyncio.create_task(self._send(writer))
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            return  # nobody wants any more
+        finally:
+            if sending is not None:
+                sending.cancel()
+            writer.close()
+            self.connections -= 1
+
+    async def _send(self, writer):
+        try:
+            while True:
+                writer.write(framed(await self._next()))
+        except Exception as error:  # noqa: BLE001
+            self.failure = error
+            writer.close()
+
+    def _stream(self, requests):
         self.calls.append([request.request_id for request in requests])
         for step in range(min(self.num_answers, 3)):
             steps = [self.answer(request, finished=step == 2) for request in requests]
             self.items.put_nowait(([request.abort_id for request in requests], steps))
-        return ready(None)
 
-    async def _streamed(self, caller):
+    async def _next(self):
         await asyncio.sleep(0.01)  # meanwhile the last one is read
-        if self.items.empty():
+        if self.items.empty() and self.then is not None:
             await self.then()
         return await self.items.get()
 

@@ -13,7 +13,6 @@ import pytest
 from tests.fakes.engine import quiet_engine
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.engine.answers import (
-    LEFT_S,
     TURN_S,
     AdmissionGate,
     Answers,
@@ -32,6 +31,8 @@ from torchrl_vllm_sync.requests.messages import (
     EngineRequest,
     EngineResult,
     SampleReport,
+    framed,
+    received,
     spans_from_starts,
 )
 
@@ -109,7 +110,8 @@ async def engine(gate):
 async def answers(gate, engine):
     answers = Answers("0", gate)
     answers.begin(engine, SimpleNamespace(salt="v1", version=0))
-    return answers
+    yield answers
+    answers.close()
 
 
 def request(request_id="r", *, kind="FINAL_ONLY", n=1, **fields):
@@ -406,23 +408,22 @@ async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
 ):
     """Two samples: one takes three steps, the last of them after a step was read, one two."""
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
-    answers.stream("me", [request(kind="CUMULATIVE", n=2)])
-    first = asyncio.ensure_future(told(answers))
-    await inside()
-    await inside()
     growing = []
 
     def put(engine_id, finish_reason=None):
         growing.append(len(growing))
         engine.put(engine_id, finish_reason=finish_reason, token_ids=growing)
 
-    for one in ("r~1", "r~2", "r~1"):
-        put(one)
-    read = [step for _, step in await first]
-    put("r~1", "stop")
-    put("r~2", "stop")
-    while not read[-1].finished:
-        read += [step for _, step in await told(answers)]
+    async with caller(answers) as (ask, told):
+        ask(request(kind="CUMULATIVE", n=2))
+        await until(lambda: len(answers.gate.running) == 2)
+        for one in ("r~1", "r~2", "r~1"):
+            put(one)
+        read = [step for _, step in await told()]
+        put("r~1", "stop")
+        put("r~2", "stop")
+        while not read[-1].finished:
+            read += [step for _, step in await told()]
     assert [one.finished for one in read] == [False, False, False, True]
     found = [(one.output.outputs[0].index, one.output.outputs[0].token_ids) for one in read]
     assert found == [(1, [0, 1]), (0, [0, 1, 2]), (0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])]
@@ -464,60 +465,77 @@ def test_new_tokens_that_nobody_has_read_are_put_together():
     assert (known.version, report.decode_s) == (3, 2.0)
 
 
-async def told(answers, caller="me"):
-    names, steps = await answers.streamed(caller)
-    return list(zip(names, steps, strict=True))
+@contextlib.asynccontextmanager
+async def caller(answers):
+    """What sends requests over a connection, and what reads what comes on it."""
+    host, port, key = await answers.streams_at()
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(key)
+
+    async def told():
+        async with asyncio.timeout(10):
+            return list(zip(*await received(reader), strict=True))
+
+    def ask(*requests):
+        writer.write(framed([*requests]))
+
+    try:
+        yield ask, told
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
-async def test_streams_of_a_caller_are_read_together(monkeypatch, answers, engine):
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  fakes tell nobody
+            await asyncio.sleep(0)
+
+
+async def test_streams_of_a_caller_are_sent_together(monkeypatch, answers, engine):
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
-    first = asyncio.ensure_future(told(answers))  # may be there before what it asks for
-    await inside()
-    answers.stream("me", [request("a"), request("b")])
-    answers.stream("another", [request("d")])
-    await inside()
-    answers.stream("me", [request("c")])
-    await inside()
-    engine.put("d~3")
-    engine.put("a~1")
-    engine.put("b~2", error=ValueError("of its own"))
-    (one, step), (other, failed) = await first
-    assert (one, other, step.error, type(failed.error)) == ("a", "b", None, GenerationError)
-    engine.put("c~4")
-    ((name, step),) = await told(answers)
-    assert (name, step.finished) == ("c", True)
-    assert [name for name, _ in await told(answers, "another")] == ["d"]
-    await inside()
-    answers.stream("a third", [])
-    assert not answers._streams
+    running = answers.gate.running
+    async with caller(answers) as (ask, told), caller(answers) as (ask_too, told_too):
+        ask(request("a"), request("b"))
+        await until(lambda: len(running) == 2)
+        ask_too(request("d"))
+        await until(lambda: len(running) == 3)
+        ask(request("c"))
+        await until(lambda: len(running) == 4)
+        engine.put("d~3")
+        engine.put("a~1")
+        engine.put("b~2", error=ValueError("of its own"))
+        (one, step), (other, failed) = await told()
+        assert (one, other, step.error, type(failed.error)) == ("a", "b", None, GenerationError)
+        engine.put("c~4")
+        ((name, step),) = await told()
+        assert (name, step.finished) == ("c", True)
+        assert [name for name, _ in await told_too()] == ["d"]
 
 
-async def test_who_asks_for_streams_that_never_come_is_told_so(monkeypatch, answers):
-    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.LEFT_S", 0.05)
-    assert await told(answers) == []
-    answers.stream("another", [])
-    assert not answers._streams
+async def test_what_a_caller_that_is_gone_asked_for_ends(answers, engine):
+    async with caller(answers) as (ask, _):
+        ask(request("b", kind="CUMULATIVE"))
+        await until(lambda: "b~1" in answers.gate.running)
+        async with caller(answers) as (ask_too, _):
+            ask_too(request("a", kind="CUMULATIVE"))
+            await until(lambda: "a~2" in answers.gate.running)
+        await until(lambda: engine.aborted)
+        assert engine.aborted == ["a~2"]
+    await until(lambda: len(engine.aborted) == 2)
 
 
-async def test_streams_that_nobody_asks_for_end(answers, engine):
-    answers.stream("me", [request("a", kind="CUMULATIVE"), request("b", kind="CUMULATIVE")])
-    now, streams = [0.0], answers._streams["me"]
-    streams._clock, streams._asked_at = lambda: now[0], now[0]
-    asked = asyncio.ensure_future(told(answers))
-    await inside()
-    now[0] += LEFT_S + 1
-    engine.put("a~1", finish_reason=None)  # which somebody has waited for as long
-    await asked
-    now[0] += LEFT_S - 1
-    engine.put("a~1", finish_reason=None)
-    await inside()
-    assert not engine.aborted
-    now[0] += 2
-    engine.put("a~1", finish_reason=None)
-    await inside()
-    assert sorted(engine.aborted) == ["a~1", "b~2"]
-    answers.stream("another", [])
-    assert not answers._streams
+@pytest.mark.parametrize("said", [b"", b"a wrong key of thirty-two letters"[:32]])
+async def test_nothing_is_taken_from_who_does_not_say_the_key(monkeypatch, answers, said):
+    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.KEY_TIMEOUT_S", 0.1)
+    host, port, key = await answers.streams_at()
+    assert len(said) in (0, len(key))
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(said + framed([request("a")]) * bool(said))
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    assert not answers.gate.running
 
 
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
@@ -525,11 +543,12 @@ async def test_only_new_tokens_are_put_together(monkeypatch, answers, engine, ki
     file = "torchrl_vllm_sync.engine.answers"
     monkeypatch.setattr(f"{file}.PackedResults", lambda some, **_: some)
     monkeypatch.setattr(f"{file}._put_together", lambda former, step: [former, step])
-    answers.stream("me", [request("a", kind=kind), request("b", kind=kind)])
-    await inside()
-    for name, token in (("a~1", 1), ("b~2", 2), ("a~1", 3)):
-        engine.put(name, finish_reason=None, token_ids=[token])
-    (_, of_b), (name, of_a) = await told(answers)
+    async with caller(answers) as (ask, told):
+        ask(request("a", kind=kind), request("b", kind=kind))
+        await until(lambda: len(answers.gate.running) == 2)
+        for name, token in (("a~1", 1), ("b~2", 2), ("a~1", 3)):
+            engine.put(name, finish_reason=None, token_ids=[token])
+        (_, of_b), (name, of_a) = await told()
     assert (name, of_b.output.outputs[0].token_ids) == ("a", [2])
     parts = of_a if kind == "DELTA" else [of_a]
     tokens = [one.output.outputs[0].token_ids for one in parts]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random  # noqa: TID251  seeded below
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,6 @@ from tests.fakes.requests import (
     make_requests,
     raises,
     read,
-    ready,
     step,
 )
 from torchrl_vllm_sync import ReplicaState
@@ -267,19 +267,13 @@ async def test_a_stream_yields_its_steps_and_then_leaves_nothing():
 
 
 class SharingActor(FakeActor):
-    """Streams what the test says, to one who asks."""
+    """Streams what the test says."""
 
-    is_asked = False
-
-    def _stream(self, caller, requests):
+    def _stream(self, requests):
         self.calls.append([request.request_id for request in requests])
-        return ready(None)
 
-    async def _streamed(self, caller):
-        assert not self.is_asked
-        self.is_asked = True
+    async def _next(self):
         item = await self.items.get()
-        self.is_asked = False
         if isinstance(item, Exception):
             raise item
         return item
@@ -301,11 +295,16 @@ async def begin(rig, requests):
     answers = [[] for _ in requests]
     streams = map(rig.stream, requests)
     reading = [asyncio.create_task(read(*one)) for one in zip(streams, answers, strict=True)]
-    await asyncio.sleep(0.01)
+    actor = rig.actors[0]
+    calls = len(actor.calls)
+    async with asyncio.timeout(10):
+        while len(actor.calls) == calls:  # noqa: ASYNC110  fakes tell nobody
+            await asyncio.sleep(0)
     return answers, reading
 
 
-async def test_streams_at_the_same_time_share_calls():
+async def test_streams_at_the_same_time_share_a_connection(monkeypatch):
+    monkeypatch.setattr(dispatch, "IDLE_S", 0.05)
     actor = SharingActor("a")
     rig, requests = Rig(actor), of_new_tokens(4)
     answers, reading = await begin(rig, requests[:2])
@@ -322,7 +321,10 @@ async def test_streams_at_the_same_time_share_calls():
         [True],
     ]
     assert [ids(each)[0] for each in answers] == ids(requests)
-    (answer,), (task,) = await begin(rig, make_requests(1))  # when nobody asked any more
+    assert actor.connections == 1
+    await asyncio.sleep(0.2)
+    assert actor.connections == 0  # nobody asked any more
+    (answer,), (task,) = await begin(rig, make_requests(1))
     actor.put(*make_requests(1), finished=True)
     await task
     assert [one.finished for one in answer] == [True]
@@ -339,26 +341,22 @@ async def test_a_slow_reader_gets_the_newest_of_outputs_that_hold_all(kind, num_
     request.sampling_params.output_kind = RequestOutputKind[kind]
     stream = rig.stream(request)
     first = asyncio.create_task(anext(stream))
-    await asyncio.sleep(0.01)
     actor.put(request)
     results = [await first]
     actor.put(request)
     actor.put(request, finished=True)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     results += [one async for one in stream]
     assert len(results) == num_read
     assert results[-1].finished
 
 
 async def test_a_stream_that_cannot_be_sent_fails_alone():
-    def refuse(caller, requests):
-        raise TypeError("cannot be pickled")
-
     actor = SharingActor("a")
     rig, (one, other) = Rig(actor), of_new_tokens(2)
     answers, reading = await begin(rig, [one])
-    actor.stream = Method(refuse)
-    with pytest.raises(TypeError, match="pickled"):
+    other.prompt["lock"] = threading.Lock()
+    with pytest.raises(TypeError, match="pickle"):
         await anext(rig.stream(other))
     actor.put(one, finished=True)
     await asyncio.gather(*reading)
@@ -377,6 +375,23 @@ async def test_what_ends_a_call_ends_all_streams_that_wait_for_it():
     await asyncio.gather(*reading)
     assert [each[-1].replica_id for each in answers] == ["b", "a", "b"]
     assert not any(one.error for each in answers for one in each)
+    assert rig.load.total_in_flight == 0
+
+
+async def test_a_connection_that_ends_while_its_replica_lives_costs_an_attempt():
+    class Cut(FakeActor):
+        async def _send(self, writer):
+            if len(self.calls) == 1:
+                writer.close()
+            else:
+                await super()._send(writer)
+
+    actor = Cut("a")
+    rig = Rig(actor)
+    results = [one async for one in rig.stream(make_requests(1)[0])]
+    assert [one.finished for one in results] == [False, False, True]
+    assert actor.calls == [["r0"], ["r0"]]
+    assert rig.states() == ["serving"]
     assert rig.load.total_in_flight == 0
 
 

@@ -161,7 +161,7 @@ async def test_who_was_out_of_reach_and_is_back_gets_its_requests_again(how, is_
         steps.append((request.abort_id, list(actor.aborted)))
         return actor.result(request, **fields)
 
-    actor.num_answers, actor.then, actor.answer = 3, None, answer
+    actor.num_answers, actor.then, actor.failure, actor.answer = 3, None, None, answer
     rig.load.observe(EngineReport(replica_id="a", state=SERVING))
     async with asyncio.timeout(10):
         await task
@@ -483,11 +483,11 @@ def stepping(replica_id, num_steps, then=None, **kwargs):
     actor = FakeActor(replica_id, num_steps, then, **kwargs)
     actor.asked = []
 
-    def stream(caller, requests):
+    def stream(requests):
         actor.asked += requests
-        return FakeActor._stream(actor, caller, requests)
+        FakeActor._stream(actor, requests)
 
-    actor.stream = Method(stream)
+    actor._stream = stream
     actor.answer = lambda request, finished: actor.result(request, finished=finished, **step(1))
     return actor
 

@@ -283,6 +283,7 @@ class EngineActor:
         self._gate.set(ReplicaState.CLOSED, "the service was shut down")
         self._health.stop()
         self._arrivals._stop()
+        self._answers.close()
         grace_s = 0.0 if self.engine.vllm_config.kv_transfer_config is None else None
         await asyncio.to_thread(self.engine.shutdown, timeout=grace_s)
 
@@ -360,7 +361,7 @@ class EngineActor:
 
 # Calls that its parts have under the same names: these, or all.
 for _part, _kind, _names in (
-    ("_answers", Answers, "run_batch stream streamed generate abort"),
+    ("_answers", Answers, "run_batch streams_at generate abort"),
     ("_updates", Updates, "begin_push keep_push end_push probe_workers"),
     ("_updates", Updates, "hold_back admit drain undrain pin"),
     ("_adapters", Adapters, "prepare_adapter put_adapter give_adapters take_adapters"),

@@ -7,11 +7,21 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ray.util import get_node_ip_address
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -28,6 +38,8 @@ from torchrl_vllm_sync.requests.messages import (
     SampleReport,
     VersionSpan,
     as_dicts,
+    framed,
+    received,
     slice_spans,
     spans_from_starts,
 )
@@ -51,8 +63,8 @@ _OF_TOKENS = {"prompt_token_ids", "prompt", "cache_salt"}
 BATCH_LINGER_S = 0.05
 # Seconds that the entering requests of a batch keep all others from running, at most.
 TURN_S = 0.005
-# Seconds after which streams whose outputs nobody asks for end.
-LEFT_S = 600.0
+# What a caller says before it asks for streams, and for how long it is waited for.
+KEY_BYTES, KEY_TIMEOUT_S = 32, 10.0
 # Seconds for a request by default.
 TIMEOUT_S = 3600.0
 # How many ids are remembered of requests that were given up before they arrived.
@@ -458,20 +470,38 @@ class Batch:
 
 
 class Streams:
-    """Requests of one caller, whose outputs are handed on as they grow, when they are asked for."""
+    """Requests of one caller, whose outputs are sent to it as they grow, until it is gone."""
 
     def __init__(self, replica: Answers) -> None:
         self._replica, self._some = replica, asyncio.Event()
         self._tasks = set[asyncio.Task[None]]()
-        # What nobody has read yet, by whose it is and by sample, in the order of the newest.
-        self._unread: dict[tuple[str, int], EngineResult] = {}
-        self._clock = asyncio.get_running_loop().time
-        self._asked_at, self._is_asked = self._clock(), False
+        # What has not been sent yet, by whose it is and by sample, in the order of the newest.
+        self._unsent: dict[tuple[str, int], EngineResult] = {}
 
-    def enter(self, request: EngineRequest) -> None:
-        task = asyncio.create_task(self._run(request))
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._begin(self._send(writer))
+        try:
+            while True:
+                for one in await received(reader):
+                    self._begin(self._run(one))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, writer: asyncio.StreamWriter) -> None:
+        """Sends all that has come meanwhile, again and again."""
+        with contextlib.suppress(OSError):  # which the reader learns as well
+            while await self._some.wait():
+                self._some.clear()
+                unsent, self._unsent = self._unsent, {}
+                results = PackedResults([*unsent.values()], want_prompt=False)
+                writer.write(framed(([name for name, _ in unsent], results)))
+                await writer.drain()
 
     async def _run(self, request: EngineRequest) -> None:
         """Runs a request by itself: its time limit holds while nobody reads, too."""
@@ -484,14 +514,11 @@ class Streams:
                 sample.token_ids = [*sample.token_ids]  # vLLM adds to its own
                 sample.logprobs = sample.logprobs and sample.logprobs[:]
                 at = sample.index
-            former = self._unread.pop((request.abort_id, at), None)
+            former = self._unsent.pop((request.abort_id, at), None)
             if is_delta and former is not None:
                 step = _put_together(former, step)
-            self._unread[request.abort_id, at] = step
+            self._unsent[request.abort_id, at] = step
             self._some.set()
-            if self.is_left:  # by a process that died
-                for task in self._tasks:
-                    task.cancel()
 
         try:
             async with contextlib.aclosing(Batch(self._replica, [request], keep).run()) as ends:
@@ -499,31 +526,6 @@ class Streams:
                     keep(last)
         except Exception as failure:  # noqa: BLE001  a result, too
             keep(self._replica.failure(request, failure))
-
-    @property
-    def is_left(self) -> bool:
-        """Whether nobody has asked for what there is for long."""
-        was_asked = self._is_asked or self._clock() - self._asked_at <= LEFT_S
-        return bool(self._unread) and not was_asked
-
-    @property
-    def has_ended(self) -> bool:
-        return not (self._tasks or self._is_asked or self._unread) or self.is_left
-
-    async def read(self) -> tuple[list[str], Iterable[EngineResult]]:
-        """Whose outputs have come since the last call, and these; waits for some, ten minutes."""
-        self._is_asked = True
-        try:
-            async with asyncio.timeout(LEFT_S):
-                await self._some.wait()
-        except TimeoutError:  # who is still there asks again
-            return [], ()
-        finally:
-            self._is_asked = False
-        self._some.clear()
-        self._asked_at = self._clock()
-        unread, self._unread = self._unread, {}
-        return [name for name, _ in unread], PackedResults([*unread.values()], want_prompt=False)
 
 
 def _put_together(former: EngineResult, step: EngineResult) -> EngineResult:
@@ -548,7 +550,8 @@ class Answers:
         self.replica_id, self.gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
-        self._streams: dict[str, Streams] = {}  # by caller
+        self._listening: asyncio.Task[asyncio.Server] | None = None
+        self._key = secrets.token_bytes(KEY_BYTES)
         self._restarts = 0
 
     def begin(
@@ -569,16 +572,27 @@ class Answers:
             async for results in ends:
                 yield PackedResults(results, want_prompt=want_prompt)
 
-    def stream(self, caller: str, requests: list[EngineRequest]) -> None:
-        """Begins requests whose outputs :meth:`streamed` returns as they grow."""
-        self._streams = {one: left for one, left in self._streams.items() if not left.has_ended}
-        for one in requests:
-            self._streams.setdefault(caller, Streams(self)).enter(one)
+    async def streams_at(self) -> tuple[str, int, bytes]:
+        """Host and port to send requests to whose outputs are to come as they grow, and a key."""
+        if self._listening is None:
+            serving = asyncio.start_server(self._serve, get_node_ip_address(), 0)
+            self._listening = asyncio.create_task(serving)
+        (listening, *_) = (await self._listening).sockets
+        return (*listening.getsockname()[:2], self._key)
 
-    async def streamed(self, caller: str) -> tuple[list[str], Iterable[EngineResult]]:
-        """Abort ids and new outputs of a caller's requests, all that have come meanwhile."""
-        # Ray may begin this call before the one that has it begin something.
-        return await self._streams.setdefault(caller, Streams(self)).read()
+    def close(self) -> None:
+        """Lets no more callers in."""
+        if self._listening is not None and self._listening.done():
+            self._listening.result().close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one caller; nothing is unpickled of those that do not say the key."""
+        # Callers end, and so do the loops that they ask from.
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(KEY_TIMEOUT_S):
+                key = await reader.readexactly(KEY_BYTES)
+            if secrets.compare_digest(key, self._key):
+                await Streams(self).serve(reader, writer)
 
     def new_engine_id(self, request: EngineRequest) -> str:
         """A name for a sample that enters, unless its request was given up."""

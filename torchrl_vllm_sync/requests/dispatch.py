@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-import uuid
 import weakref
 from collections.abc import (
     AsyncGenerator,
@@ -19,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from ray.exceptions import RayError
 
@@ -29,6 +28,8 @@ from torchrl_vllm_sync.requests.messages import (
     BegunAnswer,
     EngineRequest,
     EngineResult,
+    framed,
+    received,
     spans_from_starts,
 )
 from torchrl_vllm_sync.routing.balancer import Reservation
@@ -54,6 +55,8 @@ GRACE_S = 10.0
 LINGER_S = 0.2
 # Seconds for a replica to drop requests that are not waited for any more.
 ABORT_TIMEOUT_S = 5.0
+# Seconds for which a connection stays that brings no stream.
+IDLE_S = 10.0
 # Seconds between looks at whether a replica is still on its way.
 RECOVERY_POLL_S = 0.5
 
@@ -321,22 +324,22 @@ class ReplicaWatch:
 
 
 class Streams:
-    """One actor's answers as they grow: one call brings what has come of all of them."""
+    """One actor's answers as they grow, over one connection, on which all come that are there."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor, self._name = actor, uuid.uuid4().hex
+        self._actor, self._writer = actor, cast("asyncio.StreamWriter | None", None)
         self._starting: list[EngineRequest] = []
         self._queues: dict[str, asyncio.Queue[Any]] = {}  # by abort id
-        self._tasks, self._is_read = set[asyncio.Task[None]](), False
+        self._tasks = set[asyncio.Task[None]]()
 
     async def answers(
         self, request: EngineRequest, *, are_whole: bool
     ) -> AsyncGenerator[EngineResult]:
         """Yields the answer of one request as it grows; the newest, if each holds all of it."""
         queue = self._queues[request.abort_id] = asyncio.Queue[Any]()
-        if not self._starting:  # with all others that come in this turn of the loop
-            self._begin(self._start())
         self._starting.append(request)
+        if len(self._starting) == 1:  # with all others that come in this turn of the loop
+            self._begin(self._start())
         while True:
             answer = await queue.get()
             while are_whole and not queue.empty():
@@ -351,34 +354,54 @@ class Streams:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self) -> None:
-        requests, self._starting = self._starting, []
-        with self._failing([one.abort_id for one in requests]):
-            begun = self._actor.stream.remote(self._name, requests)  # before they are asked for
-            if not self._is_read:
-                self._is_read = True
-                self._begin(self._read())
-            await begun
-
-    async def _read(self) -> None:
-        with self._failing(self._queues):
-            while self._queues:
-                names, results = await self._actor.streamed.remote(self._name)
-                for name, result in zip(names, results, strict=True):
-                    if (queue := self._queues.get(name)) is not None:
-                        queue.put_nowait(result)
-                    if result.finished or result.error is not None:
-                        self._queues.pop(name, None)
-        self._is_read = False
-
-    @contextlib.contextmanager
-    def _failing(self, names: Collection[str]) -> Iterator[None]:
-        """Raises what fails inside where answers to these are waited for."""
+        starting = self._starting  # which others join until it is sent
         try:
-            yield
+            if self._writer is None:
+                host, port, key = await self._actor.streams_at.remote()
+                reader, self._writer = await asyncio.open_connection(host, port)
+                self._writer.write(key)
+                self._begin(self._read(reader, self._writer))
+            self._starting = []
+            self._writer.write(framed(starting))
         except Exception as error:  # noqa: BLE001
-            for name in [*names]:
-                if (queue := self._queues.pop(name, None)) is not None:
-                    queue.put_nowait(error)
+            self._starting = []
+            self._fail([one.abort_id for one in starting], error)
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await self._take(reader):
+                pass
+        except (OSError, asyncio.IncompleteReadError) as failure:
+            self._writer, waiting = None, [*self._queues]  # others connect anew
+            error: Exception = ConnectionError(f"the connection for streams ended: {failure}")
+            try:  # Ray knows what became of the actor
+                await self._actor.streams_at.remote()
+            except Exception as known:  # noqa: BLE001
+                error = known
+            self._fail(waiting, error)
+        finally:
+            if self._writer is writer:
+                self._writer = None
+            writer.close()
+
+    async def _take(self, reader: asyncio.StreamReader) -> bool:
+        """Hands on what comes next; whether there is more to wait for."""
+        try:
+            names, results = await received(reader, None if self._queues else IDLE_S)
+        except TimeoutError:
+            return bool(self._queues)
+        for name, result in zip(names, results, strict=True):
+            if (queue := self._queues.get(name)) is not None:
+                queue.put_nowait(result)
+            if result.finished or result.error is not None:
+                self._queues.pop(name, None)
+        return True
+
+    def _fail(self, names: Collection[str], error: Exception) -> None:
+        """Raises an error where answers to these are waited for."""
+        for name in names:
+            if (queue := self._queues.pop(name, None)) is not None:
+                queue.put_nowait(error)
 
 
 class Dispatcher:
@@ -533,6 +556,9 @@ class Dispatcher:
             except TimeoutError:
                 silence = f"it was silent for {limit_s:g} s"
                 self._mark(errors.ReplicaUnavailableError(replica_id, _FAILED, silence), actor)
+            except OSError as error:
+                lost = errors.ReplicaUnavailableError(replica_id, _FAILED, str(error), True)
+                may_return = True
             names, ids = list(left), list(left.values())
             if left:  # the next stream shall not wait for the same calls
                 self._streams.pop(key, None)

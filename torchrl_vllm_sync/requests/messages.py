@@ -7,6 +7,7 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,11 +15,27 @@ from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import ray
 
 from torchrl_vllm_sync.errors import VersionSpanError
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+
+SIZE_BYTES = 8
+
+
+def framed(value: Any) -> bytes:
+    """What is sent of a value where :func:`received` reads it; for connections that trust."""
+    data = ray.cloudpickle.dumps(value)
+    return len(data).to_bytes(SIZE_BYTES, "big") + data
+
+
+async def received(reader: asyncio.StreamReader, within_s: float | None = None) -> Any:
+    """The next value, which must begin to come in time; none of it is lost if it does not."""
+    async with asyncio.timeout(within_s):
+        size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "big")
+    return ray.cloudpickle.loads(await reader.readexactly(size))
 
 
 class VersionSpan(NamedTuple):
