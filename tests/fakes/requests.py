@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import numpy as np
+import ray
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import Replica
@@ -77,7 +78,7 @@ class FakeActor:
     async def _send(self, writer):
         try:
             while True:
-                writer.write(framed(await self._next()))
+                writer.write(framed(ray.cloudpickle.dumps(await self._next())))
         except Exception as error:  # noqa: BLE001
             self.failure = error
             writer.close()

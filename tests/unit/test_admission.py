@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import pickle
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -477,7 +478,7 @@ async def caller(answers):
             return list(zip(*await received(reader), strict=True))
 
     def ask(*requests):
-        writer.write(framed([*requests]))
+        writer.write(framed(pickle.dumps([*requests])))
 
     try:
         yield ask, told
@@ -531,7 +532,7 @@ async def test_nothing_is_taken_from_who_does_not_say_the_key(monkeypatch, answe
     host, port, key = await answers.streams_at()
     assert len(said) in (0, len(key))
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(said + framed([request("a")]) * bool(said))
+    writer.write(said + framed(pickle.dumps([request("a")])) * bool(said))
     async with asyncio.timeout(10):
         assert await reader.read() == b""
     writer.close()

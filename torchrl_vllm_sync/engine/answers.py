@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import pickle
 import secrets
 import uuid
 from collections.abc import (
@@ -500,7 +501,8 @@ class Streams:
                 self._some.clear()
                 unsent, self._unsent = self._unsent, {}
                 results = PackedResults([*unsent.values()], want_prompt=False)
-                writer.write(framed(([name for name, _ in unsent], results)))
+                names = [name for name, _ in unsent]
+                writer.write(framed(pickle.dumps((names, results))))
                 await writer.drain()
 
     async def _run(self, request: EngineRequest) -> None:

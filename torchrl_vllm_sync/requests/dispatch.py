@@ -20,6 +20,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
+from ray import cloudpickle
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import errors
@@ -362,7 +363,8 @@ class Streams:
                 self._writer.write(key)
                 self._begin(self._read(reader, self._writer))
             self._starting = []
-            self._writer.write(framed(starting))
+            data = cloudpickle.dumps(starting)  # pyright: ignore[reportPrivateImportUsage]
+            self._writer.write(framed(data))
         except Exception as error:  # noqa: BLE001
             self._starting = []
             self._fail([one.abort_id for one in starting], error)
@@ -371,9 +373,9 @@ class Streams:
         try:
             while await self._take(reader):
                 pass
-        except (OSError, asyncio.IncompleteReadError) as failure:
+        except Exception as failure:  # noqa: BLE001  handed to who waits
             self._writer, waiting = None, [*self._queues]  # others connect anew
-            error: Exception = ConnectionError(f"the connection for streams ended: {failure}")
+            error: Exception = ConnectionError(f"the connection for streams ended: {failure!r}")
             try:  # Ray knows what became of the actor
                 await self._actor.streams_at.remote()
             except Exception as known:  # noqa: BLE001

@@ -8,6 +8,7 @@ batch cross Ray as columns, and each is made again when somebody looks at it.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,7 +16,6 @@ from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import ray
 
 from torchrl_vllm_sync.errors import VersionSpanError
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 SIZE_BYTES = 8
 
 
-def framed(value: Any) -> bytes:
-    """What is sent of a value where :func:`received` reads it; for connections that trust."""
-    data = ray.cloudpickle.dumps(value)
+def framed(data: bytes) -> bytes:
+    """A pickle as it is sent where :func:`received` reads it."""
     return len(data).to_bytes(SIZE_BYTES, "big") + data
 
 
@@ -35,7 +34,7 @@ async def received(reader: asyncio.StreamReader, within_s: float | None = None) 
     """The next value, which must begin to come in time; none of it is lost if it does not."""
     async with asyncio.timeout(within_s):
         size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "big")
-    return ray.cloudpickle.loads(await reader.readexactly(size))
+    return pickle.loads(await reader.readexactly(size))
 
 
 class VersionSpan(NamedTuple):

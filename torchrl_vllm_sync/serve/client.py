@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from http import HTTPStatus
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrl_vllm_sync import errors
@@ -97,9 +98,8 @@ def _as_http(error: errors.SyncError) -> Exception:
     try:
         from vllm.exceptions import GracefulHTTPError
     except ImportError:  # vLLM 0.26
-        from vllm.entrypoints.openai.engine.protocol import GenerationError
-
-        other = GenerationError(str(error))
+        protocol = import_module("vllm.entrypoints.openai.engine.protocol")
+        other = protocol.GenerationError(str(error))
         other.status_code = status
         return other
     return GracefulHTTPError(str(error), status)
@@ -128,9 +128,9 @@ def _parts_of_vllm() -> tuple[Any, Callable[[Any], None], Callable[..., Any], Ca
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
     except ImportError:  # vLLM 0.26
-        from vllm.entrypoints.openai import api_server as launcher
-        from vllm.entrypoints.openai import cli_args
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        launcher: Any = import_module("vllm.entrypoints.openai.api_server")
+        cli_args = import_module("vllm.entrypoints.openai.cli_args")
+        build_app, init_app_state = launcher.build_app, launcher.init_app_state
     return cli_args, launcher.validate_api_server_args, build_app, init_app_state
 
 
