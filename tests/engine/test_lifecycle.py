@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from ray.util import placement_group_table
 from transformers import AutoTokenizer
 
 from tests.engine.conftest import ENGINE
-from tests.engine.requests import eventually, is_idle, sampling, token_ids
+from tests.engine.requests import eventually, is_idle, sampling, slowed, token_ids
 from tests.warm import warm_python
 from torchrl_vllm_sync import AsyncVLLM, LoadBalancer, attach
 from torchrl_vllm_sync.engine import preload
@@ -237,6 +238,35 @@ def test_another_process_attaches_by_name(service):
     assert service.generate(IDS, sampling()).finished  # leaving the block only let go
     with pytest.raises(ServiceClosedError, match="no service named 'nobody'"):
         attach("nobody")
+
+
+STREAM = """
+    import os, sys
+    from tests.engine.requests import sampling
+    from torchrl_vllm_sync import attach
+
+    params = sampling(max_tokens=200, ignore_eos=True)
+    with attach(sys.argv[1]) as service:
+        for _ in service.generate([7, 8, 9], params, stream=True):
+            print(os.getpid(), flush=True)
+"""
+
+
+def test_a_process_that_is_killed_takes_its_streams_along(service):
+    with slowed(service, 0.2):  # the answer would take forty seconds
+        process = subprocess.Popen(
+            [warm_python(), "-c", textwrap.dedent(STREAM), service.name],
+            env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            pid = int(process.stdout.readline())
+            assert not is_idle(service)
+            os.kill(pid, signal.SIGKILL)
+            process.stdout.read()
+        eventually(lambda: is_idle(service), timeout_s=15)
 
 
 # ---------------------------------------------------------------- services of their own
