@@ -496,7 +496,8 @@ class Streams:
 
     async def _send(self, writer: asyncio.StreamWriter) -> None:
         """Sends all that has come meanwhile, again and again."""
-        with contextlib.suppress(OSError):  # which the reader learns as well
+        # Where it fails, the caller must learn it, and the reader does.
+        with contextlib.closing(writer), contextlib.suppress(OSError):
             while await self._some.wait():
                 self._some.clear()
                 unsent, self._unsent = self._unsent, {}
