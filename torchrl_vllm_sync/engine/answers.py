@@ -10,15 +10,7 @@ import logging
 import pickle
 import secrets
 import uuid
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -475,36 +467,24 @@ class Streams:
 
     def __init__(self, replica: Answers) -> None:
         self._replica, self._some = replica, asyncio.Event()
-        self._tasks = set[asyncio.Task[None]]()
         # What has not been sent yet, by whose it is and by sample, in the order of the newest.
         self._unsent: dict[tuple[str, int], EngineResult] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._begin(self._send(writer))
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send(writer))
             while True:
                 for one in await received(reader):
-                    self._begin(self._run(one))
-        finally:
-            for task in self._tasks:
-                task.cancel()
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+                    tasks.create_task(self._run(one))
 
     async def _send(self, writer: asyncio.StreamWriter) -> None:
         """Sends all that has come meanwhile, again and again."""
-        # Where it fails, the caller must learn it, and the reader does.
-        with contextlib.closing(writer), contextlib.suppress(OSError):
-            while await self._some.wait():
-                self._some.clear()
-                unsent, self._unsent = self._unsent, {}
-                results = PackedResults([*unsent.values()], want_prompt=False)
-                names = [name for name, _ in unsent]
-                writer.write(framed(pickle.dumps((names, results))))
-                await writer.drain()
+        while await self._some.wait():
+            self._some.clear()
+            unsent, self._unsent = self._unsent, {}
+            results = PackedResults([*unsent.values()], want_prompt=False)
+            writer.write(framed(pickle.dumps(([name for name, _ in unsent], results))))
+            await writer.drain()
 
     async def _run(self, request: EngineRequest) -> None:
         """Runs a request by itself: its time limit holds while nobody reads, too."""
@@ -590,12 +570,14 @@ class Answers:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers one caller; nothing is unpickled of those that do not say the key."""
-        # Callers end, and so do the loops that they ask from.
-        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            async with asyncio.timeout(KEY_TIMEOUT_S):
-                key = await reader.readexactly(KEY_BYTES)
-            if secrets.compare_digest(key, self._key):
-                await Streams(self).serve(reader, writer)
+        with contextlib.closing(writer):
+            try:
+                async with asyncio.timeout(KEY_TIMEOUT_S):
+                    key = await reader.readexactly(KEY_BYTES)
+                if secrets.compare_digest(key, self._key):
+                    await Streams(self).serve(reader, writer)
+            except* (OSError, asyncio.IncompleteReadError) as gone:
+                logger.debug("a caller, or the loop that it asked from, has ended: %s", gone)
 
     def new_engine_id(self, request: EngineRequest) -> str:
         """A name for a sample that enters, unless its request was given up."""
