@@ -1,5 +1,6 @@
 """Programs that are stopped in the middle: what they had started is gone, checkpoints too."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -33,8 +34,11 @@ def started_by(process):
 
 def with_an_engine(processes):
     """The processes, once there is a replica's actor among them."""
-    found = [one for one in processes if "EngineActor" in " ".join(one.cmdline())]
-    return processes if found else []
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if "EngineActor" in " ".join(one.cmdline()):
+                return processes
+    return []
 
 
 def made_directories(directory):

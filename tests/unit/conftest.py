@@ -1,5 +1,6 @@
 """How property tests search: for as long as a slow machine needs, and they say how to repeat."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("unit", deadline=None, print_blob=True)
@@ -12,3 +13,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("unit")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def there_is_a_cluster():
+    """As far as streams look, which ask it why a connection to a fake actor has ended."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torchrl_vllm_sync.requests.dispatch.is_initialized", lambda: True)
+        yield

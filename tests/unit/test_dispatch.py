@@ -395,6 +395,25 @@ async def test_a_connection_that_ends_while_its_replica_lives_costs_an_attempt()
     assert rig.load.total_in_flight == 0
 
 
+@pytest.mark.parametrize("is_up", [False, True])
+async def test_only_while_ray_is_up_it_is_asked_why_a_connection_ended(monkeypatch, is_up):
+    """Asking would start a cluster; nor is it asked about a connection that nobody uses."""
+    actor, asked = SharingActor("a"), []
+    rig, requests = Rig(actor, FakeActor("b")), make_requests(2)
+    rig.load.mark("b", ReplicaState.DRAINING)
+    answers, reading = await begin(rig, requests)
+    rig.load.mark("b", ReplicaState.SERVING)
+    rig.load.mark("a", ReplicaState.DRAINING)  # nobody connects again
+    monkeypatch.setattr(dispatch, "is_initialized", lambda: is_up)
+    streams_at = actor.streams_at.remote
+    monkeypatch.setattr(actor, "streams_at", Method(lambda: asked.append(1) or streams_at()))
+    actor.items.put_nowait(ActorDiedError())
+    async with asyncio.timeout(10):
+        await asyncio.gather(*reading)
+    assert [each[-1].replica_id for each in answers] == ["b", "b"]
+    assert len(asked) == is_up
+
+
 async def test_a_stream_that_is_dropped_ends_the_engines_work():
     rig = Rig(FakeActor("a"))
     (request,) = make_requests(1)

@@ -20,7 +20,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from ray import cloudpickle
+from ray import cloudpickle, is_initialized
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import errors
@@ -376,10 +376,11 @@ class Streams:
         except Exception as failure:  # noqa: BLE001  handed to who waits
             self._writer, waiting = None, [*self._queues]  # others connect anew
             error: Exception = ConnectionError(f"the connection for streams ended: {failure!r}")
-            try:  # Ray knows what became of the actor
-                await self._actor.streams_at.remote()
-            except Exception as known:  # noqa: BLE001
-                error = known
+            if waiting and is_initialized():  # asking would start a cluster
+                try:  # Ray knows what became of the actor
+                    await self._actor.streams_at.remote()
+                except Exception as known:  # noqa: BLE001
+                    error = known
             self._fail(waiting, error)
         finally:
             if self._writer is writer:
