@@ -349,19 +349,22 @@ class Streams:
                 raise answer
             yield answer
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _start(self) -> None:
         starting = self._starting  # which others join until it is sent
         try:
             if self._writer is None:
                 host, port, key = await self._actor.streams_at.remote()
-                reader, self._writer = await asyncio.open_connection(host, port)
-                self._writer.write(key)
-                self._begin(self._read(reader, self._writer))
+                reader, writer = await asyncio.open_connection(host, port)
+                # The loop may end before the task has begun.
+                reading, self._writer = self._begin(self._read(reader)), writer
+                reading.add_done_callback(lambda _: writer.close())
+                writer.write(key)
             self._starting = []
             data = cloudpickle.dumps(starting)  # pyright: ignore[reportPrivateImportUsage]
             self._writer.write(framed(data))
@@ -369,12 +372,13 @@ class Streams:
             self._starting = []
             self._fail([one.abort_id for one in starting], error)
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while await self._take(reader):
                 pass
+            self._writer = None  # others connect anew, as below
         except Exception as failure:  # noqa: BLE001  handed to who waits
-            self._writer, waiting = None, [*self._queues]  # others connect anew
+            self._writer, waiting = None, [*self._queues]
             error: Exception = ConnectionError(f"the connection for streams ended: {failure!r}")
             if waiting and is_initialized():  # asking would start a cluster
                 try:  # Ray knows what became of the actor
@@ -382,10 +386,6 @@ class Streams:
                 except Exception as known:  # noqa: BLE001
                     error = known
             self._fail(waiting, error)
-        finally:
-            if self._writer is writer:
-                self._writer = None
-            writer.close()
 
     async def _take(self, reader: asyncio.StreamReader) -> bool:
         """Hands on what comes next; whether there is more to wait for."""
