@@ -1,5 +1,7 @@
 """How property tests search: for as long as a slow machine needs, and they say how to repeat."""
 
+import contextlib
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -19,5 +21,6 @@ settings.load_profile("unit")
 def there_is_a_cluster():
     """As far as streams look, which ask it why a connection to a fake actor has ended."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("torchrl_vllm_sync.requests.dispatch.is_initialized", lambda: True)
+        file = "torchrl_vllm_sync.requests.dispatch"
+        patched.setattr(f"{file}.staying_connected", lambda: contextlib.nullcontext(True))
         yield

@@ -404,7 +404,7 @@ async def test_only_while_ray_is_up_it_is_asked_why_a_connection_ended(monkeypat
     answers, reading = await begin(rig, requests)
     rig.load.mark("b", ReplicaState.SERVING)
     rig.load.mark("a", ReplicaState.DRAINING)  # nobody connects again
-    monkeypatch.setattr(dispatch, "is_initialized", lambda: is_up)
+    monkeypatch.setattr(dispatch, "staying_connected", lambda: contextlib.nullcontext(is_up))
     streams_at = actor.streams_at.remote
     monkeypatch.setattr(actor, "streams_at", Method(lambda: asked.append(1) or streams_at()))
     actor.items.put_nowait(ActorDiedError())

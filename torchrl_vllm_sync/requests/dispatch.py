@@ -20,7 +20,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from ray import cloudpickle, is_initialized
+from ray import cloudpickle
 from ray.exceptions import RayError
 
 from torchrl_vllm_sync import errors
@@ -35,6 +35,7 @@ from torchrl_vllm_sync.requests.messages import (
 )
 from torchrl_vllm_sync.routing.balancer import Reservation
 from torchrl_vllm_sync.routing.ledger import LoadTracker
+from torchrl_vllm_sync.routing.monitor import staying_connected
 
 logger = logging.getLogger(__name__)
 
@@ -341,13 +342,16 @@ class Streams:
         self._starting.append(request)
         if len(self._starting) == 1:  # with all others that come in this turn of the loop
             self._begin(self._start())
-        while True:
-            answer = await queue.get()
-            while are_whole and not queue.empty():
-                answer = queue.get_nowait()
-            if isinstance(answer, BaseException):
-                raise answer
-            yield answer
+        try:
+            while True:
+                answer = await queue.get()
+                while are_whole and not queue.empty():
+                    answer = queue.get_nowait()
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield answer
+        finally:
+            self._queues.pop(request.abort_id, None)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -380,11 +384,13 @@ class Streams:
         except Exception as failure:  # noqa: BLE001  handed to who waits
             self._writer, waiting = None, [*self._queues]
             error: Exception = ConnectionError(f"the connection for streams ended: {failure!r}")
-            if waiting and is_initialized():  # asking would start a cluster
-                try:  # Ray knows what became of the actor
-                    await self._actor.streams_at.remote()
-                except Exception as known:  # noqa: BLE001
-                    error = known
+            try:  # Ray knows what became of the actor; asked too late it would end this process
+                with staying_connected() as is_connected:
+                    asked = self._actor.streams_at.remote() if waiting and is_connected else None
+                if asked is not None:
+                    await asked
+            except Exception as known:  # noqa: BLE001
+                error = known
             self._fail(waiting, error)
 
     async def _take(self, reader: asyncio.StreamReader) -> bool:
