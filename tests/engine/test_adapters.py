@@ -169,10 +169,8 @@ def test_requests_in_flight_end_with_the_version_they_began_with(tuned, checkpoi
     assert min(error(model, one) for one in found) > 100 * TOLERANCE
     assert [versions(one) for one in late] == [[new]] * 4
     assert max(error(model, one) for one in late) < TOLERANCE
-    for one in (*found, *late):
-        if hasattr(one.outputs[0], "weight_versions"):  # as vLLM says it, too; 0.26 does not
-            (span,) = one.outputs[0].weight_versions
-            assert span.version == str(versions(one)[0])
+    for one in (*found, *late):  # as vLLM says it, too
+        assert [span.version for span in one.outputs[0].weight_versions] == [str(versions(one)[0])]
 
 
 def test_cached_prefixes_are_those_of_one_version(tuned, checkpoint):
@@ -228,7 +226,7 @@ REFUSED = {
     "bias": {"bias": "lora_only"},
     "LoRA bias": {"lora_bias": True, "target_modules": ["q_proj"]},
     "rank 16": {"r": 16},
-    "rank 9|no place.*9": {"rank_pattern": {"q_proj": 9}},
+    "rank 9": {"rank_pattern": {"q_proj": 9}},
     "embed_tokens is adapted as Embedding": {"target_modules": ["embed_tokens"]},
     "lm_head": {"target_modules": ["q_proj", "lm_head"]},
     "olora": {"init_lora_weights": "olora"},

@@ -171,9 +171,8 @@ def test_every_answer_tells_its_versions(service, server, client, name, other_mo
     assert headers["x-policy-versions"] == str(before + 1)
     events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
     assert json.loads(events[-1])["policy_versions"] == [before + 1]
-    if (label := json.loads(events[-1])["choices"][0].get("weight_versions")) is not None:
-        (span,) = label  # vLLM's own, which 0.26 does not have
-        assert span == {"version": str(before + 1), "start": 0, "end": 4}
+    (span,) = json.loads(events[-1])["choices"][0]["weight_versions"]
+    assert span == {"version": str(before + 1), "start": 0, "end": 4}
 
 
 def test_sessions_and_groups_reach_the_balancer(service, server, client, name):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random  # noqa: TID251  seeded below
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from tests.fakes.requests import (
     make_requests,
     raises,
     read,
+    ready,
     step,
 )
 from torchrl_vllm_sync import ReplicaState
@@ -26,6 +28,7 @@ from torchrl_vllm_sync.errors import (
     GenerationTimeoutError,
     NoReplicaAvailableError,
     ReplicaUnavailableError,
+    RequestLostError,
 )
 from torchrl_vllm_sync.requests import dispatch
 from torchrl_vllm_sync.requests.messages import EngineResult, SampleReport, VersionSpan
@@ -392,6 +395,19 @@ async def test_a_connection_that_ends_while_its_replica_lives_costs_an_attempt()
     assert [one.finished for one in results] == [False, False, True]
     assert actor.calls == [["r0"], ["r0"]]
     assert rig.states() == ["serving"]
+    assert rig.load.total_in_flight == 0
+
+
+async def test_a_replica_whose_address_nobody_answers_costs_attempts_and_then_says_so():
+    actor = FakeActor("a")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    actor.streams_at = Method(lambda: ready((*address, b"key")))
+    rig = Rig(actor)
+    (last,) = [one async for one in rig.stream(make_requests(1)[0])]
+    assert isinstance(last.error, RequestLostError)
+    assert len(last.error.attempts) == dispatch.MAX_ATTEMPTS
+    assert "Connect call failed" in str(last.error)
     assert rig.load.total_in_flight == 0
 
 

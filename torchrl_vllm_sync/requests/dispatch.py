@@ -363,8 +363,10 @@ class Streams:
         starting = self._starting  # which others join until it is sent
         try:
             if self._writer is None:
-                host, port, key = await self._actor.streams_at.remote()
-                reader, writer = await asyncio.open_connection(host, port)
+                limit_s = max(one.timeout_s for one in starting) + GRACE_S
+                async with asyncio.timeout(limit_s):
+                    host, port, key = await self._actor.streams_at.remote()
+                    reader, writer = await asyncio.open_connection(host, port)
                 # The loop may end before the task has begun.
                 reading, self._writer = self._begin(self._read(reader)), writer
                 reading.add_done_callback(lambda _: writer.close())
@@ -373,6 +375,8 @@ class Streams:
             data = cloudpickle.dumps(starting)  # pyright: ignore[reportPrivateImportUsage]
             self._writer.write(framed(data))
         except Exception as error:  # noqa: BLE001
+            if isinstance(error, TimeoutError):  # which there means that the replica is silent
+                error = ConnectionError(f"no connection for streams: {error!r}")
             self._starting = []
             self._fail([one.abort_id for one in starting], error)
 
@@ -388,7 +392,9 @@ class Streams:
                 with staying_connected() as is_connected:
                     asked = self._actor.streams_at.remote() if waiting and is_connected else None
                 if asked is not None:
-                    await asked
+                    with contextlib.suppress(TimeoutError):  # it has hung
+                        async with asyncio.timeout(GRACE_S):
+                            await asked
             except Exception as known:  # noqa: BLE001
                 error = known
             self._fail(waiting, error)
@@ -569,7 +575,7 @@ class Dispatcher:
                 lost = errors.ReplicaUnavailableError(replica_id, _FAILED, str(error), True)
                 may_return = True
             names, ids = list(left), list(left.values())
-            if left:  # the next stream shall not wait for the same calls
+            if left:  # the next stream shall not wait for the same connection
                 self._streams.pop(key, None)
             if lost is not None:
                 left.clear()
