@@ -466,7 +466,7 @@ class Streams:
     """Requests of one caller, whose outputs are sent to it as they grow, until it is gone."""
 
     def __init__(self, replica: Answers) -> None:
-        self._replica, self._some = replica, asyncio.Event()
+        self._replica, self._some, self._taken = replica, asyncio.Event(), asyncio.Event()
         # What has not been sent yet, by whose it is and by sample, in the order of the newest.
         self._unsent: dict[tuple[str, int], EngineResult] = {}
 
@@ -474,17 +474,22 @@ class Streams:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send(writer))
             while True:
-                for one in await received(reader):
+                asked = await received(reader)
+                if not asked:
+                    self._taken.set()
+                for one in asked:
                     tasks.create_task(self._run(one))
 
     async def _send(self, writer: asyncio.StreamWriter) -> None:
-        """Sends all that has come meanwhile, again and again."""
+        """Sends all that has come while the caller was at what it was sent, again and again."""
         while await self._some.wait():
             self._some.clear()
             unsent, self._unsent = self._unsent, {}
             results = PackedResults([*unsent.values()], want_prompt=False)
             writer.write(framed(pickle.dumps(([name for name, _ in unsent], results))))
             await writer.drain()
+            await self._taken.wait()
+            self._taken.clear()
 
     async def _run(self, request: EngineRequest) -> None:
         """Runs a request by itself: its time limit holds while nobody reads, too."""

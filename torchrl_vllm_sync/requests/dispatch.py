@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import pickle
 import time
 import weakref
 from collections.abc import (
@@ -49,6 +50,8 @@ MAX_ATTEMPTS = 3
 # What a request whose version came at the last moment gets all the same, in seconds.
 LEAST_TIMEOUT_S = 0.001
 _FAILED = ReplicaState.FAILED
+# Asks a replica for nothing: it may send what else has come of its streams.
+_TAKEN = framed(pickle.dumps([]))
 # The ledger knows when one of these states is over, and the replica is a candidate again.
 _PASSING = (ReplicaState.STARTING, ReplicaState.UPDATING, ReplicaState.DRAINING, ReplicaState.STALE)
 # Engines end a request at its time limit. A replica silent for this much longer has hung.
@@ -368,7 +371,7 @@ class Streams:
                     host, port, key = await self._actor.streams_at.remote()
                     reader, writer = await asyncio.open_connection(host, port)
                 # The loop may end before the task has begun.
-                reading, self._writer = self._begin(self._read(reader)), writer
+                reading, self._writer = self._begin(self._read(reader, writer)), writer
                 reading.add_done_callback(lambda _: writer.close())
                 writer.write(key)
             self._starting = []
@@ -380,9 +383,9 @@ class Streams:
             self._starting = []
             self._fail([one.abort_id for one in starting], error)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while await self._take(reader):
+            while await self._take(reader, writer):
                 pass
             self._writer = None  # others connect anew, as below
         except Exception as failure:  # noqa: BLE001  handed to who waits
@@ -399,7 +402,7 @@ class Streams:
                 error = known
             self._fail(waiting, error)
 
-    async def _take(self, reader: asyncio.StreamReader) -> bool:
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Hands on what comes next; whether there is more to wait for."""
         try:
             names, results = await received(reader, None if self._queues else IDLE_S)
@@ -410,6 +413,8 @@ class Streams:
                 queue.put_nowait(result)
             if result.finished or result.error is not None:
                 self._queues.pop(name, None)
+        await asyncio.sleep(0)  # who waited for these comes first
+        writer.write(_TAKEN)
         return True
 
     def _fail(self, names: Collection[str], error: Exception) -> None:

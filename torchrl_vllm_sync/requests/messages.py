@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from inspect import getattr_static
 from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -398,7 +399,8 @@ class OutputRow:
 
     def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
         """vLLM's output with the caller's prompt, and what only this library knows; made late."""
-        return _unread(self.outputs.kind, {}, _Output(self, result, request))
+        known = {"finished": result.finished}
+        return _unread(self.outputs.kind, known, _Output(self, result, request))
 
     def samples(self) -> Iterator[tuple[_Records, int]]:
         """The column of each sample, and its row there."""
@@ -542,6 +544,7 @@ class _Unread:
     """Mixed into a class of vLLM: gets the missing attributes, and that very class, when read."""
 
     _kind: type
+    _attributes: Any  # what gets and sets all of them, past the property below
     _rest: Any  # gives the missing attributes
 
     def __getattr__(self, name: str) -> Any:
@@ -566,7 +569,8 @@ class _Unread:
 
 @cache
 def _unread_kind(kind: type) -> type:
-    return type(kind.__name__, (_Unread, kind), {"_kind": kind})
+    fields = {"_kind": kind, "_attributes": getattr_static(kind, "__dict__")}
+    return type(kind.__name__, (_Unread, kind), fields)
 
 
 def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]]) -> Any:
@@ -579,9 +583,10 @@ def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]
 def _read(unread: Any) -> Any:
     rest, kind = getattr(unread, "_rest", None), getattr(type(unread), "_kind", None)
     if rest is not None and kind is not None:  # or another thread has read it meanwhile
-        # First the attributes, then the class: others may be looking.
-        for name, value in rest().items():
-            object.__setattr__(unread, name, value)
+        made, attributes = rest(), type(unread)._attributes
+        known = {name: one for name, one in attributes.__get__(unread).items() if name not in made}
+        # First the attributes, all at once and in vLLM's order, then the class: others may look.
+        attributes.__set__(unread, known | made | {"_rest": rest})
         object.__setattr__(unread, "__class__", kind)
         vars(unread).pop("_rest", None)
     return unread
