@@ -232,6 +232,27 @@ def test_an_asynchronous_stream_and_its_early_end(service):
     eventually(lambda: is_idle(service))
 
 
+def test_a_caller_that_lags_gets_new_tokens_put_together(service):
+    from vllm.sampling_params import RequestOutputKind
+
+    params = endless(output_kind=RequestOutputKind.DELTA)
+
+    async def lag():
+        steps = []
+        async for one in service.astream(IDS, params, actor_index=0):
+            steps.append(one)
+            if len(steps) == 1:  # the loop stands still until the engine has sampled all
+                eventually(lambda: set(service.get_num_unfinished_requests()) == {0})
+        return steps
+
+    steps = asyncio.run(lag())
+    assert len(steps) <= 5
+    whole = service.generate(IDS, endless(), actor_index=0)
+    assert [one for step in steps for one in token_ids(step)] == token_ids(whole)
+    spans = [span for step in steps for some in step.version_spans for span in some]
+    assert sum(one.end - one.start for one in spans) == len(token_ids(whole))
+
+
 def test_a_stream_has_one_prompt_and_its_time_limit(service):
     with pytest.raises(InvalidPromptError, match="exactly 1 prompt, got 2"):
         service.generate([IDS, IDS], sampling(), stream=True)
