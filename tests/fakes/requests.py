@@ -38,6 +38,7 @@ class FakeActor:
         self.run_batch, self.streams_at = Method(self._run_batch), Method(self._streams_at)
         self.abort, self.items = Method(self._abort), asyncio.Queue()
         self.server, self.connections, self.failure = None, 0, None
+        self.taken = asyncio.Semaphore(0)
 
     def result(self, request, **fields):
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
@@ -65,7 +66,10 @@ class FakeActor:
         sending = None
         try:
             while True:
-                self._stream(await received(reader))
+                if not (requests := await received(reader)):
+                    self.taken.release()
+                    continue
+                self._stream(requests)
                 sending = sending or asyncio.create_task(self._send(writer))
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             return  # nobody wants any more
@@ -79,6 +83,7 @@ class FakeActor:
         try:
             while True:
                 writer.write(framed(ray.cloudpickle.dumps(await self._next())))
+                await self.taken.acquire()
         except Exception as error:  # noqa: BLE001
             self.failure = error
             writer.close()
@@ -102,8 +107,8 @@ class FakeActor:
 
 def step(*token_ids):
     """What a result has that holds these tokens of one sample, without log-probabilities."""
-    column = SimpleNamespace(fields={"logprobs": [None]})
-    output = SimpleNamespace(answers=[np.array(token_ids)], samples=lambda: iter([(column, 0)]))
+    made = SimpleNamespace(outputs=[SimpleNamespace(logprobs=None)])
+    output = SimpleNamespace(answers=[np.array(token_ids)], make=lambda: made)
     return {"output": output, "samples": (SampleReport(),)}
 
 

@@ -404,11 +404,8 @@ async def test_torchrls_call_of_one_replica_needs_no_tokenizer_for_ids(answers, 
     assert (await task).outputs[0].token_ids == (7,)
 
 
-async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
-    monkeypatch, answers, engine
-):
+async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(answers, engine):
     """Two samples: one takes three steps, the last of them after a step was read, one two."""
-    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
     growing = []
 
     def put(engine_id, finish_reason=None):
@@ -426,7 +423,8 @@ async def test_a_reader_that_falls_behind_gets_the_newest_output_that_holds_all(
         while not read[-1].finished:
             read += [step for _, step in await told()]
     assert [one.finished for one in read] == [False, False, False, True]
-    found = [(one.output.outputs[0].index, one.output.outputs[0].token_ids) for one in read]
+    samples = [one.output.make().outputs[0] for one in read]
+    found = [(one.index, one.token_ids) for one in samples]
     assert found == [(1, [0, 1]), (0, [0, 1, 2]), (0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])]
 
 
@@ -473,12 +471,18 @@ async def caller(answers):
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(key)
 
-    async def told():
-        async with asyncio.timeout(10):
-            return list(zip(*await received(reader), strict=True))
-
     def ask(*requests):
         writer.write(framed(pickle.dumps([*requests])))
+
+    async def told(within_s=10, *, more=True):
+        async with asyncio.timeout(within_s):
+            names, steps = await received(reader)
+        for step in steps:
+            if step.output is not None:
+                assert step.output.output.prompt_token_ids is None
+        if more:
+            ask()
+        return list(zip(names, steps, strict=True))
 
     try:
         yield ask, told
@@ -493,8 +497,7 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-async def test_streams_of_a_caller_are_sent_together(monkeypatch, answers, engine):
-    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.PackedResults", lambda some, **_: some)
+async def test_streams_of_a_caller_are_sent_together(answers, engine):
     running = answers.gate.running
     async with caller(answers) as (ask, told), caller(answers) as (ask_too, told_too):
         ask(request("a"), request("b"))
@@ -541,16 +544,34 @@ async def test_nothing_is_taken_from_who_does_not_say_the_key(monkeypatch, answe
 
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
 async def test_only_new_tokens_are_put_together(monkeypatch, answers, engine, kind):
-    file = "torchrl_vllm_sync.engine.answers"
-    monkeypatch.setattr(f"{file}.PackedResults", lambda some, **_: some)
-    monkeypatch.setattr(f"{file}._put_together", lambda former, step: [former, step])
+    def put_together(former, step):
+        together.append([one.output.outputs[0].token_ids for one in (former, step)])
+        return step
+
+    together = []
+    monkeypatch.setattr("torchrl_vllm_sync.engine.answers._put_together", put_together)
     async with caller(answers) as (ask, told):
         ask(request("a", kind=kind), request("b", kind=kind))
         await until(lambda: len(answers.gate.running) == 2)
         for name, token in (("a~1", 1), ("b~2", 2), ("a~1", 3)):
             engine.put(name, finish_reason=None, token_ids=[token])
         (_, of_b), (name, of_a) = await told()
-    assert (name, of_b.output.outputs[0].token_ids) == ("a", [2])
-    parts = of_a if kind == "DELTA" else [of_a]
-    tokens = [one.output.outputs[0].token_ids for one in parts]
-    assert tokens == ([[1], [3]] if kind == "DELTA" else [[3]])
+    assert (name, of_b.output.make().outputs[0].token_ids) == ("a", [2])
+    assert of_a.output.make().outputs[0].token_ids == [3]
+    assert together == ([[[1], [3]]] if kind == "DELTA" else [])
+
+
+async def test_what_has_come_is_sent_once_the_last_was_taken(answers, engine):
+    """And so put together for a caller that lags, not kept in front of it."""
+    async with caller(answers) as (ask, told):
+        ask(request("a", kind="CUMULATIVE"))
+        await until(lambda: answers.gate.running)
+        for token in (1, 2, 3):
+            engine.put("a~1", finish_reason=None, token_ids=[token])
+            await inside()
+        ((_, first),) = await told(more=False)
+        with pytest.raises(TimeoutError):
+            await told(0.1)
+        ask()
+        ((_, last),) = await told()
+    assert [one.output.make().outputs[0].token_ids for one in (first, last)] == [[1], [3]]

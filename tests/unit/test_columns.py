@@ -14,6 +14,7 @@ from torchrl_vllm_sync.requests.messages import (
     EngineRequest,
     EngineResult,
     PackedResults,
+    PlainOutput,
     as_dicts,
     sampled_log_probs,
     samples_of,
@@ -379,6 +380,28 @@ def test_whoever_looks_at_an_output_finds_vllms_own(look, n):
         assert type(completion.logprobs) is list
         assert one == completion
     assert_same(unmarked(made), wanted)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_outputs_of_streams_are_vllms_own_and_the_callers_alone(n, is_flat):
+    output, wanted = flat_output(n=n)
+    plain, kept = PlainOutput(output), pickle.dumps(output)
+    (result,) = pack_output(output, include_prompt=False)
+    prompt = {"prompt_token_ids": output.prompt_token_ids, "prompt": "the text"}
+    asked = {"flat_logprobs": True, "logprobs": 1} if is_flat else {}
+    made = plain.unread(result, make_request(prompt, **asked))
+    assert [[*one] for one in plain.answers] == [[*one.token_ids] for one in wanted.outputs]
+    if is_flat:
+        wanted = pickle.loads(kept)
+    wanted.prompt = "the text"
+    assert made.replica_id == "0"
+    assert_same(unmarked(copy.deepcopy(made)), wanted)
+    made.prompt_token_ids.append(1)
+    for one in made.outputs:
+        one.token_ids.append(1)
+        one.logprobs = None
+    assert pickle.dumps(output) == kept
 
 
 def test_copies_of_an_unread_output_are_read():

@@ -28,6 +28,7 @@ from torchrl_vllm_sync.requests.messages import (
     EngineRequest,
     EngineResult,
     PackedResults,
+    PlainOutput,
     SampleReport,
     VersionSpan,
     as_dicts,
@@ -485,7 +486,7 @@ class Streams:
         while await self._some.wait():
             self._some.clear()
             unsent, self._unsent = self._unsent, {}
-            results = PackedResults([*unsent.values()], want_prompt=False)
+            results = [_without_prompt(one) for one in unsent.values()]
             writer.write(framed(pickle.dumps(([name for name, _ in unsent], results))))
             await writer.drain()
             await self._taken.wait()
@@ -514,6 +515,13 @@ class Streams:
                     keep(last)
         except Exception as failure:  # noqa: BLE001  a result, too
             keep(self._replica.failure(request, failure))
+
+
+def _without_prompt(step: EngineResult) -> EngineResult:
+    if step.output is None:
+        return step
+    step.output.prompt = step.output.prompt_token_ids = None
+    return dataclasses.replace(step, output=PlainOutput(step.output))
 
 
 def _put_together(former: EngineResult, step: EngineResult) -> EngineResult:

@@ -138,10 +138,11 @@ class AnswerSoFar:
                 self._take(result)
 
     def _take(self, result: EngineResult) -> None:
-        samples, at = next(result.output.samples())
-        logprobs: Any = samples.fields["logprobs"][at]
+        logprobs: Any = result.output.make().outputs[0].logprobs
         if self._logprobs is None:
-            self._logprobs = logprobs
+            self._logprobs = (
+                None if logprobs is None else logprobs[:]
+            )  # it grows, unlike the caller's
         else:
             self._logprobs.extend(logprobs or ())
         begin = len(self._token_ids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from inspect import getattr_static
@@ -406,6 +407,36 @@ class OutputRow:
         """The column of each sample, and its row there."""
         samples: Any = self.outputs.fields["outputs"]
         return ((samples.items, at) for at in range(*samples.bounds(self.at)))
+
+
+@dataclass(frozen=True)  # no slots, as above
+class PlainOutput:
+    """One ``RequestOutput`` as it is, a stream's: of so few tokens columns cost more."""
+
+    output: RequestOutput
+
+    @property
+    def answers(self) -> list[np.ndarray]:
+        """Token ids of each sample, of shape ``(num_tokens,)``."""
+        return [np.asarray(one.token_ids, np.int64) for one in self.output.outputs]
+
+    def make(self) -> RequestOutput:
+        """vLLM's output without its prompt; log-probabilities are ``FlatLogprobs``."""
+        return self.output
+
+    def unread(self, result: EngineResult, request: EngineRequest) -> RequestOutput:
+        """A copy with the caller's prompt, and what only this library knows."""
+        made, prompt = copy(self.output), request.prompt
+        made.prompt, made.prompt_token_ids = prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        made.outputs = [copy(one) for one in made.outputs]
+        for one in made.outputs:
+            one.token_ids = [*one.token_ids]
+        if not request.sampling_params.flat_logprobs:
+            made.prompt_logprobs = as_dicts(made.prompt_logprobs)
+            for one in made.outputs:
+                one.logprobs = as_dicts(one.logprobs)
+        vars(made).update(result.marks)
+        return made
 
 
 # Not a function within a function: each of its variables would be one more object a row, for
