@@ -455,6 +455,23 @@ def test_a_thread_that_finds_an_output_read_meanwhile_gets_what_it_looks_for():
     assert late(made, "request_id") == made.request_id
 
 
+def test_a_thread_that_reads_an_output_while_another_is_done_with_it_finds_the_same():
+    output, wanted = flat_output()
+    made = unread(output)
+    attributes = type(made)._attributes.__get__(made)
+
+    def in_between(rest=attributes["_rest"]):
+        attributes["_rest"] = rest
+        assert made.request_id == "request"  # as the other thread reads it
+        assert type(made) is type(output)
+        return rest()
+
+    attributes["_rest"] = in_between
+    assert made.outputs
+    assert made.outputs[0].logprobs == wanted.outputs[0].logprobs
+    assert_same(unmarked(made), wanted)
+
+
 def test_results_of_a_batch_come_back_in_their_order_errors_among_them():
     maker = OutputMaker(3)
     outputs = [maker.output() for _ in range(9)]

@@ -139,10 +139,8 @@ class AnswerSoFar:
 
     def _take(self, result: EngineResult) -> None:
         logprobs: Any = result.output.make().outputs[0].logprobs
-        if self._logprobs is None:
-            self._logprobs = (
-                None if logprobs is None else logprobs[:]
-            )  # it grows, unlike the caller's
+        if self._logprobs is None:  # a copy, which grows
+            self._logprobs = None if logprobs is None else logprobs[:]
         else:
             self._logprobs.extend(logprobs or ())
         begin = len(self._token_ids)

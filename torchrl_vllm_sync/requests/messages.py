@@ -612,9 +612,10 @@ def _unread(kind: type, known: dict[str, Any], rest: Callable[[], dict[str, Any]
 
 
 def _read(unread: Any) -> Any:
-    rest, kind = getattr(unread, "_rest", None), getattr(type(unread), "_kind", None)
+    now = type(unread)
+    rest, kind = getattr(unread, "_rest", None), getattr(now, "_kind", None)
     if rest is not None and kind is not None:  # or another thread has read it meanwhile
-        made, attributes = rest(), type(unread)._attributes
+        made, attributes = rest(), now._attributes
         known = {name: one for name, one in attributes.__get__(unread).items() if name not in made}
         # First the attributes, all at once and in vLLM's order, then the class: others may look.
         attributes.__set__(unread, known | made | {"_rest": rest})
