@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from inspect import getattr_static
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 SIZE_BYTES = 8
-FEW = 8  # numbers that cost less as they are
 
 
 def framed(data: bytes) -> bytes:
@@ -261,11 +260,12 @@ class _Lists(Column):
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
         self.kind, self.items = kind, pack(list(chain.from_iterable(values)))
-        self.num, self.lengths = len(values), _pack_numbers([len(one) for one in values], int)
+        self.lengths = _pack_numbers([len(one) for one in values], int)
 
     @cached_property
     def _ends(self) -> list[int]:
-        return [0, *accumulate(self.lengths.between(0, self.num))]
+        assert isinstance(self.lengths, _Numbers), "lengths are no larger than int64"
+        return [0, *self.lengths.all.cumsum().tolist()]
 
     def bounds(self, at: int) -> tuple[int, int]:
         """Where the items of a row begin and end."""
@@ -345,9 +345,7 @@ def _is_its_attributes(kind: type) -> bool:
 
 
 def _pack_numbers(values: list[Any], kind: type) -> Column:
-    """Packs in the narrowest type that loses nothing; a few, as of a stream's step, stay."""
-    if len(values) < FEW:
-        return _Plain(values)
+    """Packs in the narrowest type that loses nothing."""
     try:
         numbers = np.array(values, np.float64 if kind is float else np.int64)
     except OverflowError:
