@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.adapters import OF, Adapter, Room, mapped
+from torchrl_vllm_sync.weights.adapters import OF, Adapter, Kind, Room
 from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 
@@ -44,14 +45,26 @@ _CHANGING = ("pissa", "olora", "corda", "loftq")
 class Place(NamedTuple):
     """Where vLLM computes with a tensor of an adapter."""
 
-    name: str  # as vLLM takes it
     meta: ParamMeta
     slots: torch.Tensor  # of all adapters that are active, one of which it fills from the corner on
     part: torch.Tensor  # what of it this worker has, as a view of one without storage
 
+    def slot(self, at: int) -> torch.Tensor:
+        """Its part of one of them."""
+        return self.slots[at, 0, : self.part.shape[0], : self.part.shape[1]]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What of it this worker has."""
+        begin = whole.storage_offset() + self.part.storage_offset()
+        return whole.as_strided(self.part.shape, self.part.stride(), begin)
+
 
 class WorkerAdapters:
-    """Adapters that a worker holds; vLLM fills its slots from them as requests need it."""
+    """Adapters that a worker holds; they are put into vLLM's slots as requests need it.
+
+    By a call or two for all layers, where vLLM would take an adapter apart name by name, and copy
+    its matrices one by one. vLLM's books are kept.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._manager = runner.lora_manager  # vLLM's LRUCacheWorkerLoRAManager
@@ -59,8 +72,16 @@ class WorkerAdapters:
         self._layouts: dict[str, list[Place]] = {}
         self._held: dict[int, tuple[list[Place], torch.Tensor]] = {}
         self._newest: dict[str, int] = {}
+        # Of each adapter, by name, where its last two versions came.
+        self._rooms = defaultdict[str, dict[tuple[str, int], Room]](dict)
+        # Of each slot whose adapter is one of these, what fills it.
+        self._filled: dict[int, tuple[list[Place], list[torch.Tensor]]] = {}
+        on_gpu = self._manager.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._manager.device) if on_gpu else None
+        self._mapper, slots = _names_of(self._slots.model), self._slots
         self._load_file, self._manager._load_adapter = self._manager._load_adapter, self._load
-        self._mapper = _names_of(self._slots.model)
+        self._enter_file, slots._add_adapter = slots._add_adapter, self._enter
+        self._fill_from_file, slots.activate_adapter = slots.activate_adapter, self._fill
 
     def prepare(self, config: str, metadata: list[ParamMeta]) -> str:
         """Refuses what vLLM cannot adapt; returns the dtype that it holds adapters in."""
@@ -99,20 +120,34 @@ class WorkerAdapters:
         fits = all(one <= room for one, room in zip(part.shape, slots.shape[2:], strict=True))
         along = 1 if is_first else 0  # ranks may be less than the most
         fits = fits and part.shape[along] == slots.shape[2:][along]
-        return Place(name, meta, slots, part) if fits else None
+        return Place(meta, slots, part) if fits else None
 
     def put(self, lora_id: int, digest: str, place: Any, num_bytes: int, keep: list[int]) -> None:
         """Takes a version, beside those to keep; no step may run."""
         for one in self._held.keys() - set(keep):
             self._manager.remove_adapter(one)
             del self._held[one]
-        layout = self._layouts[digest]
-        dtype, device = self._manager.lora_config.lora_dtype, self._manager.device
-        data = mapped(place, num_bytes).view(dtype).to(device)  # as it is mapped, on a CPU
-        self._held[lora_id] = layout, data
-        self._newest[layout[0].meta.name.partition(OF)[0]] = lora_id
+        layout, manager = self._layouts[digest], self._manager
+        name = layout[0].meta.name.partition(OF)[0]
+        data = self._read(name, tuple(place), num_bytes).view(manager.lora_config.lora_dtype)
+        self._held[lora_id], self._newest[name] = (layout, data), lora_id
         if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
             self._activate(lora_id)
+
+    def _read(self, name: str, place: tuple[str, int], num_bytes: int) -> torch.Tensor:
+        """The bytes that came, in memory of this worker's own."""
+        known, device = self._rooms[name], self._manager.device
+        if (room := known.pop(place, None)) is None:
+            room = Room(num_bytes, place)
+            room = room if self._stream is None else room.pin()
+        known[place] = room
+        for one in [*known][:-2]:
+            del known[one]
+        with torch.cuda.stream(self._stream):  # beside the step that GPUs are at
+            data = room.data.to(device, copy=True)
+        if self._stream is not None:
+            data.record_stream(torch.cuda.current_stream(device))
+        return data
 
     def _activate(self, lora_id: int) -> None:
         self._manager.add_adapter(LoRARequest(str(lora_id), lora_id, PATH))
@@ -121,24 +156,41 @@ class WorkerAdapters:
         """What vLLM asks for when a request's adapter is not in its cache."""
         if (found := self._held.get(request.lora_int_id)) is None:
             return self._load_file(request)
-        layout, data = found
-        metas = [one.meta for one in layout]
-        parts = data.split([meta.num_elements for meta in metas])
-        tensors = {
-            one.name: part.view(meta.shape)
-            for one, meta, part in zip(layout, metas, parts, strict=True)
-        }
-        rank = max(min(meta.shape) for meta in metas)
-        # They are scaled already.
-        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
-        return LoRAModel.from_lora_tensors(
-            request.lora_int_id,
-            tensors,
-            helper,
-            device=str(data.device),
-            dtype=data.dtype,
-            weights_mapper=self._mapper,
-        )
+        rank = max(min(one.meta.shape) for one in found[0])
+        return LoRAModel(request.lora_int_id, rank, {})
+
+    def _enter(self, lora: LoRAModel) -> None:
+        if lora.id in self._held:  # there is nothing to be put together
+            self._slots._registered_adapters[lora.id] = lora
+        else:
+            self._enter_file(lora)
+
+    def _fill(self, lora_id: int) -> bool:
+        """Puts an adapter into a slot, in vLLM's place."""
+        slots = self._slots
+        active, ids = slots._active_adapters, slots.lora_index_to_id
+        if lora_id in active or lora_id not in self._held:
+            if is_new := self._fill_from_file(lora_id):
+                self._filled.pop(ids.index(lora_id), None)
+            return is_new
+        if len(active) >= slots.lora_slots:
+            active.remove_oldest()
+        at, (layout, data) = ids.index(None), self._held[lora_id]
+        if at not in self._filled or self._filled[at][0] is not layout:
+            for module in slots.modules.values():
+                module.reset_lora(at)
+            self._filled[at] = layout, [one.slot(at) for one in layout]
+        parts = data.split([one.meta.num_elements for one in layout])
+        mine = [one.of(part) for one, part in zip(layout, parts, strict=True)]
+        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        copy(self._filled[at][1], mine)
+        active[lora_id], ids[at] = None, lora_id
+        return True
+
+    def give(self, lora_id: int, place: tuple[str, int]) -> None:
+        """Writes a version's bytes into memory of this node."""
+        data = self._held[lora_id][1].view(torch.uint8)
+        Room(data.nbytes, place).data.copy_(data)
 
     def slices(self, digest: str) -> list[list[Any]] | None:
         """What of each tensor this worker computes with, for an audit; ``None`` of others."""
@@ -160,10 +212,7 @@ class WorkerAdapters:
             raise TransferError(f"adapter {name!r} is not there")
         self._activate(lora_id)
         at = self._slots.lora_index_to_id.index(lora_id)
-        return [
-            one.slots[at, 0, : one.part.shape[0], : one.part.shape[1]]
-            for one in self._layouts[digest]
-        ]
+        return [one.slot(at) for one in self._layouts[digest]]
 
 
 def _names_of(model: Any) -> WeightsMapper | None:
@@ -183,7 +232,6 @@ class Held:
 
     adapter: Adapter
     request: LoRARequest
-    data: torch.Tensor  # its bytes, mapped as in the workers
 
 
 class Adapters:
@@ -193,6 +241,8 @@ class Adapters:
         self._updates, self._gate = updates, gate
         self._held: dict[str, list[Held]] = {}
         self._ids = itertools.count(FIRST_ID)
+        self._kinds: dict[str, Kind] = {}  # that the workers were prepared for, by digest
+        self._room: Room | None = None  # for what comes from other nodes
         updates.drop_adapter = self._drop
 
     def choose(self, request: EngineRequest) -> Held | None:
@@ -231,6 +281,7 @@ class Adapters:
     async def _prepare(self, config: str, metadata: list[list[Any]], timeout_s: float) -> str:
         call = "sync_prepare_adapter", config, metadata
         answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="preparing")
+        self._kinds[metadata_digest(from_json(metadata))] = config, metadata
         return answers[0]["dtype"]
 
     async def put_adapter(self, adapter: Adapter, data: Any, *, timeout_s: float) -> dict[str, Any]:
@@ -251,12 +302,11 @@ class Adapters:
         return newest is not None and (newest.adapter.version, newest.adapter.run_id) == stamp
 
     async def _add(self, adapter: Adapter, data: Any, timeout_s: float) -> LoadReport:
-        begin, lora_id, num_bytes = time.time(), next(self._ids), adapter.num_bytes
-        room = None if isinstance(data, tuple) else await asyncio.to_thread(_room_for, data)
+        begin, lora_id = time.time(), next(self._ids)
+        room = None if isinstance(data, tuple) else await asyncio.to_thread(self._taken, data)
         place = data if room is None else room.place
         # vLLM keys cached prefixes by an adapter's name and path.
         request = LoRARequest(f"{adapter.name}@{adapter.version}", lora_id, f"{PATH}{lora_id}")
-        new = Held(adapter, request, mapped(place, num_bytes))
         # Requests that enter from here on choose among those that stay.
         used = self._updates.loras_in_use() | {
             one.adapter.request.lora_int_id for one in self._gate.running.values() if one.adapter
@@ -267,38 +317,46 @@ class Adapters:
                 one for one in versions if one in newest or one.request.lora_int_id in used
             ]
         keep = [one.request.lora_int_id for some in self._held.values() for one in some]
-        digest = metadata_digest(from_json(adapter.metadata))
-        call = "sync_put_adapter", lora_id, digest, place, num_bytes, keep
+        call = "sync_put_adapter", lora_id, adapter.digest, place, adapter.num_bytes, keep
         answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="an adapter")
-        self._held.setdefault(adapter.name, []).append(new)
+        self._room = room  # and no worker reads it any more
+        self._held.setdefault(adapter.name, []).append(Held(adapter, request))
         seconds = max(one["seconds"] for one in answers)
         times = {"load_s": seconds, "whole_pause_s": seconds, "began_at": begin}
-        about = {"num_tensors": len(adapter.metadata), "attempts": 1, "path": "adapter"}
+        num = len(self._kinds[adapter.digest][1])
+        about = {"num_tensors": num, "attempts": 1, "path": "adapter"}
         return LoadReport(version=adapter.version, **times, **about)
 
     async def give_adapters(self, *, timeout_s: float) -> dict[str, Any]:
         """The newest version of each, by value, and what they belong to, for another replica."""
         updates = self._updates
-        async with updates.exclusive(timeout_s):
-            newest = [versions[-1] for versions in self._held.values()]
+        async with updates.exclusive(timeout_s) as deadline:
+            given = list[tuple[Adapter, Kind, Any]]()
+            for one in [versions[-1] for versions in self._held.values()]:
+                room, adapter = Room(one.adapter.num_bytes), one.adapter
+                call = "sync_give_adapter", one.request.lora_int_id, room.place
+                await updates.ask_workers(*call, timeout_s=deadline.left_s, what="an adapter")
+                given.append((adapter, self._kinds[adapter.digest], room.data.numpy()))
             stamp = {"version": updates.version, "run_id": updates.run_id, "base": self._gate.base}
-            return {**stamp, "adapters": [(one.adapter, one.data.numpy()) for one in newest]}
+            return {**stamp, "adapters": given}
 
     async def take_adapters(self, given: dict[str, Any], *, timeout_s: float) -> int:
         """Takes what another replica gave; returns the version of this one's base weights."""
         updates = self._updates
         async with updates.exclusive(timeout_s) as deadline:
-            for adapter, data in given["adapters"]:
+            for adapter, (config, metadata), data in given["adapters"]:
                 if not self._has(adapter):
-                    await self._prepare(adapter.config, adapter.metadata, deadline.left_s)
+                    await self._prepare(config, metadata, deadline.left_s)
                     await self._add(adapter, data, deadline.left_s)
             if updates.whole and self._gate.base == given["base"]:
                 updates.refuse_older(given["version"])
                 await updates.advance(given["version"], given["run_id"])
         return self._gate.base
 
-
-def _room_for(data: Any) -> Room:
-    room = Room(data.size)
-    room.data.numpy()[:] = data
-    return room
+    def _taken(self, data: Any) -> Room:
+        """Memory of this node that holds what came by value."""
+        room, self._room = self._room, None
+        if room is None or room.data.nbytes != data.size:
+            room = Room(data.size)
+        room.data.numpy()[:] = data
+        return room

@@ -365,6 +365,10 @@ class SyncWorkerExtension:
         self._sync_adapters.put(*version)
         return {"seconds": time.perf_counter() - begin}
 
+    @answered
+    def sync_give_adapter(self, lora_id: int, place: tuple[str, int]) -> None:
+        self._sync_adapters.give(lora_id, place)
+
     def _sync_held(self, digest: str) -> list[torch.Tensor]:
         """What an audit of such weights compares, those of an adapter if they are that."""
         has_adapters = self.vllm_config.lora_config is not None

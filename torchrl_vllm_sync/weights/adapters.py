@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 import uuid
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,7 +22,9 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
+from torchrl_vllm_sync.weights.audit import FiniteCheck
 from torchrl_vllm_sync.weights.module import (
+    OfLast,
     ParamMeta,
     base_model,
     checked,
@@ -31,7 +35,8 @@ from torchrl_vllm_sync.weights.module import (
 )
 from torchrl_vllm_sync.weights.p2p.memory import HostMemory, this_node
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
-from torchrl_vllm_sync.weights.transport import ask, failed
+from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import GRACE_S, LEAST_S, ask, failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -43,6 +48,10 @@ if TYPE_CHECKING:
 OF = ":"
 # Seconds for engines to say whether they can hold such an adapter.
 PREPARE_TIMEOUT_S = 60.0
+_HALVES = "lora_A", "lora_B"
+_foreach: Any = SimpleNamespace(mul=torch._foreach_mul, copy_=torch._foreach_copy_)  # pyright: ignore[reportPrivateImportUsage]
+# PEFT's configuration as JSON, and the tensors' metadata in JSON form.
+Kind: TypeAlias = tuple[str, list[list[Any]]]
 # What PEFT adds to weights by other means than two matrices of a linear layer; the rest of what an
 # engine cannot do, vLLM itself knows.
 _BESIDE = ("modules_to_save", "trainable_token_indices", "target_parameters")
@@ -104,6 +113,11 @@ class AdapterSource:
                 f"adapter {self.name!r} cannot be kept apart, merge it: {first_few(problems)}"
             )
         self._adapter, self._metadata = adapter, list[ParamMeta]()
+        self._views = list[tuple[str, torch.Tensor]]()
+        halves = [(at, layer, half) for at, layer in self._layers.items() for half in _HALVES]
+        within = f"{self.name}{OF}base_model.model."
+        self._names = [f"{within}{at}.{half}.weight" for at, _, half in halves]
+        self._halves = [getattr(layer, half) for _, layer, half in halves]
         self.config = json.dumps(config, default=sorted)
         # Under FSDP2 every rank gathers it, as it would the model.
         self.sharded = (
@@ -113,27 +127,45 @@ class AdapterSource:
         )
 
     def views(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns the parameters that are read."""
-        return [
-            (f"{self.name}{OF}base_model.model.{at}.{half}.weight", weights[self._adapter].weight)
-            for at, layer in self._layers.items()
-            for half, weights in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
-        ]
+        """Returns the parameters that are read; the same list while they are the same."""
+        weights = [half[self._adapter].weight for half in self._halves]
+        if len(weights) != len(self._views) or any(
+            one is not seen for one, (_, seen) in zip(weights, self._views, strict=True)
+        ):
+            self._views = [*zip(self._names, weights, strict=True)]
+        return self._views
 
     def metadata(self) -> list[ParamMeta]:
         """Returns their metadata; the same list while it does not change."""
-        metadata = [ParamMeta.of(*one) for one in self.views()]
-        if metadata != self._metadata:
-            self._metadata = metadata
+        views = self.views()
+        if [(n.dtype, n.shape) for n in self._metadata] != [(n.dtype, n.shape) for _, n in views]:
+            self._metadata = [ParamMeta.of(*one) for one in views]
         return self._metadata
+
+    def _scales(self) -> list[float]:
+        return [layer.scaling[self._adapter] for layer in self._layers.values()]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the matrices, the second of each layer times what PEFT scales it by."""
-        scales = ((1, layer.scaling[self._adapter]) for layer in self._layers.values())
-        tensors = zip(itertools.chain(*scales), self.sharded or self.views(), strict=True)
-        for scale, (name, one) in tensors:
+        scales = itertools.chain(*((1, scale) for scale in self._scales()))
+        for scale, (name, one) in zip(scales, self.sharded or self.views(), strict=True):
             yield name, one.detach() if scale == 1 else one.detach() * scale
+
+    @torch.no_grad()
+    def pack(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Writes what iteration yields one after the other; returns where each of them is."""
+        metadata = self.metadata()
+        parts = flat.split([one.num_elements for one in metadata])
+        places = [part.view(one.shape) for one, part in zip(metadata, parts, strict=True)]
+        if self.sharded is not None:
+            for place, (_, one) in zip(places, checked(self, metadata), strict=True):
+                place.copy_(one)
+        else:  # by a call or two for all of them
+            weights = [one for _, one in self.views()]
+            weights[1::2] = _foreach.mul(weights[1::2], self._scales())
+            _foreach.copy_(places, weights)
+        return [*zip(self._names, places, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,31 +177,34 @@ class Adapter:
     run_id: str
     base: int  # version of the weights that it adds to
     max_versions: int
-    config: str  # PEFT's, as JSON
-    metadata: list[list[Any]]  # of its tensors, in JSON form
+    digest: str  # of the metadata that engines were prepared for
     num_bytes: int  # of all of them, one after the other, in the engines' dtype
 
 
 class Room:
-    """Memory of one version, which other processes of this node map while this object is there."""
+    """Memory of this node for one version after the other, which other processes map, too."""
 
-    def __init__(self, num_bytes: int) -> None:
-        memory = HostMemory(num_bytes)
-        weakref.finalize(self, memory.close)
-        self.place = memory.path, os.stat(memory.path).st_ino
-        self.data = mapped(self.place, num_bytes, writes=True)
+    def __init__(self, num_bytes: int, place: tuple[str, int] | None = None) -> None:
+        if place is None:
+            memory = HostMemory(num_bytes)
+            weakref.finalize(self, memory.close)
+            place = memory.path, os.stat(memory.path).st_ino
+        self.place, self.is_read = place, False
+        try:
+            self.data = torch.from_file(place[0], shared=True, size=num_bytes, dtype=torch.uint8)
+            is_other = os.stat(place[0]).st_ino != place[1]  # which has got its number since
+        except (OSError, RuntimeError) as error:
+            raise TransferError(f"an adapter cannot be mapped: {error}") from error
+        if is_other:
+            raise TransferError("an adapter cannot be mapped: its trainer has let go of it")
 
-
-def mapped(place: tuple[str, int], num_bytes: int, *, writes: bool = False) -> torch.Tensor:
-    """The bytes of such memory, which are there as long as anybody has mapped them."""
-    path, inode = place
-    try:
-        data = torch.from_file(path, shared=writes, size=num_bytes, dtype=torch.uint8)
-        if os.stat(path).st_ino == inode:  # else another has got its number since
-            return data
-    except (OSError, RuntimeError) as error:
-        raise TransferError(f"an adapter cannot be mapped: {error}") from error
-    raise TransferError("an adapter cannot be mapped: its trainer has let go of it")
+    def pin(self) -> Room:
+        """Locks its pages, so that GPUs copy to and from them directly."""
+        cuda: Any = torch.cuda.cudart()
+        address = self.data.data_ptr()
+        torch.cuda.check_error(cuda.cudaHostRegister(address, self.data.nbytes, 0))
+        weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
+        return self
 
 
 class AdapterSender:
@@ -182,7 +217,12 @@ class AdapterSender:
         # What a replica's actor said to being asked for an adapter of such a kind.
         self._known: dict[tuple[str, str, str], dict[str, str]] = {}
         # Of each adapter the newest version, for replicas that restart while no other serves.
-        self._newest: dict[str, tuple[Adapter, Room]] = {}
+        self._newest: dict[str, tuple[Adapter, Kind, Room]] = {}
+        # What nobody reads any more.
+        self._free: list[Room] = []
+        self._dtype: torch.dtype | None = None  # of engines, once some have said it
+        self._packed: Room | None = None  # what :meth:`send` is about to send
+        self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
 
     def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
         """Replicas that may lack an adapter: they came since one was sent, or missed a push."""
@@ -194,11 +234,11 @@ class AdapterSender:
         if not isinstance(source, AdapterSource):
             return
         members.choose(members.silent)
-        kind = source.config, metadata_digest(source.metadata())
+        digest, metadata = self._forms(source.metadata())
+        kind = source.config, digest
         new = {n: one for n, one in members.incarnations.items() if (one, *kind) not in self._known}
         if new:
-            asked = source.config, to_json(source.metadata())
-            calls = dict.fromkeys(new, asked)
+            calls = dict.fromkeys(new, (source.config, metadata))
             answers = ask(members.client, "prepare_adapter", calls, PREPARE_TIMEOUT_S)
             for one in answers.values():
                 if isinstance(one, (UnsupportedArgumentError, WeightMismatchError, ServerError)):
@@ -206,51 +246,71 @@ class AdapterSender:
             members.drop(failed(answers))
             for name in answers.keys() - failed(answers).keys():
                 self._known[(new[name], *kind)] = answers[name]
+                self._dtype = getattr(torch, answers[name]["dtype"])
         if not members.incarnations:
             raise TransferError(f"no replica can be reached: {members.missing}")
+
+    def pack(self, source: AdapterSource, *, allow_nonfinite: bool) -> None:
+        """Brings what is about to be sent into memory of this node, if it is known how."""
+        if self._dtype is None:  # before the first push
+            return
+        metadata, device = source.metadata(), source.views()[0][1].device
+        num = sum(one.num_elements for one in metadata)
+        size, is_here = num * self._dtype.itemsize, device.type == "cpu"
+        room = next((one for one in self._free if one.data.nbytes == size), None)
+        if room is None:
+            room = Room(size) if is_here else Room(size).pin()
+            self._free.append(room)
+        held = room.data.view(self._dtype)
+        flat = held if is_here else torch.empty(num, dtype=self._dtype, device=device)
+        parts = source.pack(flat)
+        if not (allow_nonfinite or math.isfinite(flat.sum(dtype=torch.float32))):
+            FiniteCheck(MappingSource(parts)).end()  # it may have been too much for a sum
+        if not is_here:
+            held.copy_(flat)
+        self._free.remove(room)
+        self._packed = room
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         source, begin = push.source, time.perf_counter()
         assert isinstance(source, AdapterSource)
-        metadata = source.metadata()
-        kind = source.config, metadata_digest(metadata)
-        facts = {name: self._known[(one, *kind)] for name, one in members.incarnations.items()}
-        (dtype,) = {getattr(torch, one["dtype"]) for one in facts.values()}
-        tensors = (one for _, one in checked(source, metadata))
-        bytes_of = torch.cat([one.reshape(-1).to(dtype) for one in tensors]).view(torch.uint8)
-        push.confirm()
-        room = Room(bytes_of.numel())
-        room.data.copy_(bytes_of)
+        if self._packed is None:
+            self.pack(source, allow_nonfinite=push.allow_nonfinite)
+        room, self._packed = self._packed, None
+        assert room is not None
         push.times.note("copy_s", begin)
+        digest, metadata = self._forms(source.metadata())
         adapter = Adapter(
             name=source.name,
             version=push.version,
             run_id=self.run_id,
             base=self._base(),
             max_versions=source.max_versions,
-            config=source.config,
-            metadata=to_json(metadata),
-            num_bytes=bytes_of.numel(),
+            digest=digest,
+            num_bytes=room.data.nbytes,
         )
-        here, value = this_node(), None
-        if any(one["node"] != here for one in facts.values()):
+        kind, here, value = (source.config, digest), this_node(), None
+        nodes = {name: self._known[(n, *kind)]["node"] for name, n in members.incarnations.items()}
+        if any(node != here for node in nodes.values()):
             import ray
 
             value = ray.put(room.data.numpy())
-        calls = {
-            name: (adapter, room.place if one["node"] == here else value)
-            for name, one in facts.items()
-        }
-        begin = time.perf_counter()
-        answers = ask(members.client, "put_adapter", calls, push.timeout_s)
+        calls = {n: (adapter, room.place if node == here else value) for n, node in nodes.items()}
+        begin, limit_s = time.perf_counter(), max(push.timeout_s, LEAST_S)
+        pending = members.client.start_calls("put_adapter", calls, timeout_s=limit_s)
+        push.confirm()  # meanwhile
+        answers = pending.answers(limit_s + GRACE_S)
         push.times.note("send_s", begin)
+        room.is_read = bool(failed(answers))  # who gave up, or was given up, may be late
         if len(failed(answers)) < len(answers):
-            self._newest[source.name] = adapter, room
+            if (known := self._newest.get(source.name)) and not known[-1].is_read:
+                self._free.append(known[-1])
+            self._newest[source.name] = adapter, (source.config, metadata), room
         return answers
 
-    def newest(self) -> list[tuple[Adapter, Any]]:
+    def newest(self) -> list[tuple[Adapter, Kind, Any]]:
         """The newest version of each adapter that was sent from here, by value."""
-        return [(adapter, room.data.numpy()) for adapter, room in self._newest.values()]
+        return [(one, kind, room.data.numpy()) for one, kind, room in self._newest.values()]
 
     def close(self) -> None:
         """Does nothing: what was sent may be asked for."""

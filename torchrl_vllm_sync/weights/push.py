@@ -545,7 +545,9 @@ class WeightPusher:
                 self._client.refresh_members()
                 was_ours = stack.enter_context(self._turn(ending))  # answered meanwhile
                 source = self._fitted(given)
-                check = None if options.allow_nonfinite else FiniteCheck(source)
+                is_adapter = isinstance(source, AdapterSource)
+                unchecked = options.allow_nonfinite or is_adapter
+                check = None if unchecked else FiniteCheck(source)
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
                     raise StaleVersionError(
@@ -559,7 +561,9 @@ class WeightPusher:
                         check.end()
                     return Content(given)
 
-                if not isinstance(self.transport, P2PTransport):  # which does, as it writes
+                if isinstance(source, AdapterSource):
+                    self._adapters.pack(source, allow_nonfinite=options.allow_nonfinite)
+                elif not isinstance(self.transport, P2PTransport):  # which does, as it writes
                     confirm()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
@@ -586,7 +590,8 @@ class WeightPusher:
                 attempted = ledger.attempted
                 chosen = ledger.next_version(version, transport.last_version)
                 limit_s = options.timeout_s or self._deadlines.timeout_s(kind)
-                push = Push(source, chosen, limit_s, mode, clear_cache, confirm)
+                how = mode, clear_cache, options.allow_nonfinite, confirm
+                push = Push(source, chosen, limit_s, *how)
                 start = time.perf_counter()
                 try:
                     reports = deliver(transport, self._members, push)
@@ -607,7 +612,7 @@ class WeightPusher:
                         self.slept_s = None
                 seconds, failures = time.perf_counter() - start, errors_of(reports)
                 is_news = ledger.record(reports, chosen, transport.run_id, strict=strict)
-                if is_news and transport is not self._adapters:
+                if is_news and not is_adapter:
                     ledger.base = chosen
                 may_have = reached_some(reports) or any(one.is_silent for one in reports)
                 if may_have or transport.last_version >= chosen:

@@ -93,6 +93,7 @@ class Push:
     timeout_s: float  # after which a silent replica counts as failed
     mode: PauseMode = "keep"
     clear_cache: bool = False
+    allow_nonfinite: bool = False
     # Refuses weights that must not be served: transports call it while these are not, yet.
     confirm: Callable[[], object] = lambda: None
     times: PhaseTimes = field(default_factory=PhaseTimes)
