@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> Path:
             port = ray.get(service.actors[0].serve.remote(), timeout=120)
             systems = {"vllm": f"http://127.0.0.1:{port}", "ours": server.url}
             for at_once in (1, arguments.at_once):
-                num = arguments.requests if at_once > 1 else max(1, arguments.requests // 32)
+                num = arguments.requests if at_once > 1 else max(1, arguments.requests // 8)
                 for turn in range(arguments.rounds + 1):  # the first does not count
                     for system, url in systems.items():
                         each = ask(url, checkpoint, num, at_once, arguments.tokens)
