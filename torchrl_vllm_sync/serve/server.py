@@ -85,7 +85,7 @@ class OpenAIServer:
             names = ["localhost", "127.0.0.1", self.host, f"[{self.host}]"]
             app = TrustedHostMiddleware(app, names)
         # Without a lifespan: vLLM's freezes the garbage of a process that is its own.
-        plain: Any = {"lifespan": "off", "loop": "asyncio", "ws": "none", "log_config": None}
+        plain: Any = {"lifespan": "off", "ws": "none", "log_config": None}
         config = uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=CLOSE_S, **plain)
         self._server = uvicorn.Server(config)
         run, name = self._server.run, "openai-server"
