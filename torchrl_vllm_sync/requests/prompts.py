@@ -72,8 +72,7 @@ def check_sampling_params(given: Any, num_prompts: int) -> list[Any]:
 
 def prepared_sampling_params(given: Any, num_prompts: int, *, stream: bool = False) -> list[Any]:
     """Copies each distinct object once; only streams want anything before the end."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     checked, copies = check_sampling_params(given, num_prompts), dict[int, Any]()
     for one in checked:

@@ -54,17 +54,16 @@ class ServiceClient:
         if too_long := [one for one in (session_id, group_id) if one and len(one) > MAX_KEY]:
             told = f"must have at most {MAX_KEY} characters, got {len(too_long[0])}"
             raise ValueError(f"names of sessions and groups {told}")
-        # What the engine would refuse is refused here, as what is wrong with the request.
-        processed = self.input_processor.process_inputs(name, prompt, params, ("generate",))
-        self._check_lengths(processed)
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
-        recording = None
+        recording, given = None, params
         if self._sessions is not None and asked.session_id is not None:
             recording = Recording(self._sessions, asked, one, params)
-            one["prompt_token_ids"], params = recording.prompt_ids, recording.params
-        stream = self._service.astream(one, params, session_id=session_id, group_id=group_id)
+            one["prompt_token_ids"], given = recording.prompt_ids, recording.params
+        keys = {"session_id": session_id, "group_id": group_id}
         try:
-            async with contextlib.aclosing(stream) as outputs:
+            # Not by ``astream``, whose thread for prompts of text would cost those of tokens time.
+            batch = self._service.requests.prepare(one, given, None, **keys, stream=True)
+            async with contextlib.aclosing(self._service.requests.stream(batch)) as outputs:
                 async for output in outputs:
                     spans = (one for some in output.version_spans for one in some)
                     asked.versions.update(one.version for one in spans)
@@ -74,6 +73,9 @@ class ServiceClient:
             if recording is not None:
                 recording.end()
         except errors.SyncError as error:
+            # What vLLM refuses is refused as vLLM does it, as what is wrong with the request.
+            processed = self.input_processor.process_inputs(name, prompt, params, ("generate",))
+            self._check_lengths(processed)
             if (other := _as_http(error)) is error:
                 raise
             raise other from error
