@@ -48,15 +48,11 @@ class Place(NamedTuple):
     meta: ParamMeta
     slots: torch.Tensor  # of all adapters that are active, one of which it fills from the corner on
     part: torch.Tensor  # what of it this worker has, as a view of one without storage
+    cut: tuple[Any, ...]  # shape, stride and offset of that part among all of an adapter's values
 
     def slot(self, at: int) -> torch.Tensor:
         """Its part of one of them."""
         return self.slots[at, 0, : self.part.shape[0], : self.part.shape[1]]
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What of it this worker has."""
-        begin = whole.storage_offset() + self.part.storage_offset()
-        return whole.as_strided(self.part.shape, self.part.stride(), begin)
 
 
 class WorkerAdapters:
@@ -99,7 +95,12 @@ class WorkerAdapters:
         if bad := [f"{meta.name} {list(meta.shape)}" for meta, one in found.items() if one is None]:
             told = f"{len(bad)} of {len(metadata)} tensors have no place in the engines' model"
             raise WeightMismatchError(f"adapter {name!r}: {told}: {first_few(bad)}")
-        self._layouts[metadata_digest(metadata)] = [one for one in found.values() if one]
+        begins = itertools.accumulate((one.num_elements for one in metadata), initial=0)
+        self._layouts[metadata_digest(metadata)] = [
+            one._replace(cut=(one.part.shape, one.part.stride(), at + one.part.storage_offset()))
+            for at, one in zip(begins, found.values(), strict=False)
+            if one is not None
+        ]
         return dtype_name(self._manager.lora_config.lora_dtype)
 
     def _place(self, meta: ParamMeta) -> Place | None:
@@ -120,7 +121,7 @@ class WorkerAdapters:
         fits = all(one <= room for one, room in zip(part.shape, slots.shape[2:], strict=True))
         along = 1 if is_first else 0  # ranks may be less than the most
         fits = fits and part.shape[along] == slots.shape[2:][along]
-        return Place(meta, slots, part) if fits else None
+        return Place(meta, slots, part, ()) if fits else None
 
     def put(self, lora_id: int, digest: str, place: Any, num_bytes: int, keep: list[int]) -> None:
         """Takes a version, beside those to keep; no step may run."""
@@ -180,8 +181,7 @@ class WorkerAdapters:
             for module in slots.modules.values():
                 module.reset_lora(at)
             self._filled[at] = layout, [one.slot(at) for one in layout]
-        parts = data.split([one.meta.num_elements for one in layout])
-        mine = [one.of(part) for one, part in zip(layout, parts, strict=True)]
+        mine = [data.as_strided(*one.cut) for one in layout]
         copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         copy(self._filled[at][1], mine)
         active[lora_id], ids[at] = None, lora_id

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import os
 import time
 import uuid
 import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -49,7 +49,6 @@ OF = ":"
 # Seconds for engines to say whether they can hold such an adapter.
 PREPARE_TIMEOUT_S = 60.0
 _HALVES = "lora_A", "lora_B"
-_foreach: Any = SimpleNamespace(mul=torch._foreach_mul, copy_=torch._foreach_copy_)  # pyright: ignore[reportPrivateImportUsage]
 # PEFT's configuration as JSON, and the tensors' metadata in JSON form.
 Kind: TypeAlias = tuple[str, list[list[Any]]]
 # What PEFT adds to weights by other means than two matrices of a linear layer; the rest of what an
@@ -119,27 +118,29 @@ class AdapterSource:
         self._names = [f"{within}{at}.{half}.weight" for at, _, half in halves]
         self._halves = [getattr(layer, half) for _, layer, half in halves]
         self.config = json.dumps(config, default=sorted)
+        self.look()
         # Under FSDP2 every rank gathers it, as it would the model.
         self.sharded = (
-            ShardedModuleSource(self.owner, only=lambda: dict(self.views()))
+            ShardedModuleSource(self.owner, only=lambda: dict(self.look()))
             if is_sharded(self.owner)
             else None
         )
 
+    def look(self) -> list[tuple[str, torch.Tensor]]:
+        """Finds the parameters, which may be others than before; called before each push."""
+        weights = [half[self._adapter].weight for half in self._halves]
+        if not self._views or any(map(operator.is_not, weights, [one for _, one in self._views])):
+            self._views = [*zip(self._names, weights, strict=True)]
+        if [(n.dtype, n.shape) for n in self._metadata] != [(n.dtype, n.shape) for n in weights]:
+            self._metadata = [ParamMeta.of(*one) for one in self._views]
+        return self._views
+
     def views(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the parameters that are read; the same list while they are the same."""
-        weights = [half[self._adapter].weight for half in self._halves]
-        if len(weights) != len(self._views) or any(
-            one is not seen for one, (_, seen) in zip(weights, self._views, strict=True)
-        ):
-            self._views = [*zip(self._names, weights, strict=True)]
         return self._views
 
     def metadata(self) -> list[ParamMeta]:
         """Returns their metadata; the same list while it does not change."""
-        views = self.views()
-        if [(n.dtype, n.shape) for n in self._metadata] != [(n.dtype, n.shape) for _, n in views]:
-            self._metadata = [ParamMeta.of(*one) for one in views]
         return self._metadata
 
     def _scales(self) -> list[float]:
@@ -153,19 +154,15 @@ class AdapterSource:
             yield name, one.detach() if scale == 1 else one.detach() * scale
 
     @torch.no_grad()
-    def pack(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Writes what iteration yields one after the other; returns where each of them is."""
-        metadata = self.metadata()
-        parts = flat.split([one.num_elements for one in metadata])
-        places = [part.view(one.shape) for one, part in zip(metadata, parts, strict=True)]
+    def packed(self) -> torch.Tensor:
+        """Returns what iteration yields, one after the other."""
         if self.sharded is not None:
-            for place, (_, one) in zip(places, checked(self, metadata), strict=True):
-                place.copy_(one)
+            weights = [one for _, one in checked(self, self._metadata)]
         else:  # by a call or two for all of them
-            weights = [one for _, one in self.views()]
-            weights[1::2] = _foreach.mul(weights[1::2], self._scales())
-            _foreach.copy_(places, weights)
-        return [*zip(self._names, places, strict=True)]
+            weights = [one for _, one in self._views]
+            multiply: Any = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
+            weights[1::2] = multiply(weights[1::2], self._scales())
+        return torch.cat([one.reshape(-1) for one in weights])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,20 +251,17 @@ class AdapterSender:
         """Brings what is about to be sent into memory of this node, if it is known how."""
         if self._dtype is None:  # before the first push
             return
-        metadata, device = source.metadata(), source.views()[0][1].device
-        num = sum(one.num_elements for one in metadata)
-        size, is_here = num * self._dtype.itemsize, device.type == "cpu"
-        room = next((one for one in self._free if one.data.nbytes == size), None)
-        if room is None:
-            room = Room(size) if is_here else Room(size).pin()
-            self._free.append(room)
-        held = room.data.view(self._dtype)
-        flat = held if is_here else torch.empty(num, dtype=self._dtype, device=device)
-        parts = source.pack(flat)
+        flat = source.packed().to(self._dtype)
         if not (allow_nonfinite or math.isfinite(flat.sum(dtype=torch.float32))):
-            FiniteCheck(MappingSource(parts)).end()  # it may have been too much for a sum
-        if not is_here:
-            held.copy_(flat)
+            metadata = source.metadata()  # it may have been too much for a sum
+            parts = flat.split([one.num_elements for one in metadata])
+            named = (one.name for one in metadata)
+            FiniteCheck(MappingSource(zip(named, parts, strict=True))).end()
+        room = next((one for one in self._free if one.data.nbytes == flat.nbytes), None)
+        if room is None:
+            room = Room(flat.nbytes).pin() if flat.is_cuda else Room(flat.nbytes)
+            self._free.append(room)
+        room.data.view(flat.dtype).copy_(flat)
         self._free.remove(room)
         self._packed = room
 

@@ -524,8 +524,10 @@ class WeightPusher:
                 raise TransferError(f"no replica can be reached: {self._members.missing}")
 
     def _fitted(self, source: WeightSource) -> WeightSource:
-        is_adapter = isinstance(source, AdapterSource)  # which the engines compare
-        return source if is_adapter else fit_to_model(source, self._expected())
+        if not isinstance(source, AdapterSource):
+            return fit_to_model(source, self._expected())
+        source.look()  # engines compare it
+        return source
 
     def _push(
         self,
