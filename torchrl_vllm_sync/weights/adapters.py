@@ -118,16 +118,16 @@ class AdapterSource:
         self._names = [f"{within}{at}.{half}.weight" for at, _, half in halves]
         self._halves = [getattr(layer, half) for _, layer, half in halves]
         self.config = json.dumps(config, default=sorted)
-        self.look()
+        self._look()
         # Under FSDP2 every rank gathers it, as it would the model.
         self.sharded = (
-            ShardedModuleSource(self.owner, only=lambda: dict(self.look()))
+            ShardedModuleSource(self.owner, only=lambda: dict(self._look()))
             if is_sharded(self.owner)
             else None
         )
 
-    def look(self) -> list[tuple[str, torch.Tensor]]:
-        """Finds the parameters, which may be others than before; called before each push."""
+    def _look(self) -> list[tuple[str, torch.Tensor]]:
+        """Finds the parameters."""
         weights = [half[self._adapter].weight for half in self._halves]
         if not self._views or any(map(operator.is_not, weights, [one for _, one in self._views])):
             self._views = [*zip(self._names, weights, strict=True)]
@@ -154,7 +154,7 @@ class AdapterSource:
             yield name, one.detach() if scale == 1 else one.detach() * scale
 
     @torch.no_grad()
-    def packed(self) -> torch.Tensor:
+    def _packed(self) -> torch.Tensor:
         """Returns what iteration yields, one after the other."""
         if self.sharded is not None:
             weights = [one for _, one in checked(self, self._metadata)]
@@ -247,11 +247,16 @@ class AdapterSender:
         if not members.incarnations:
             raise TransferError(f"no replica can be reached: {members.missing}")
 
+    def look(self, source: AdapterSource) -> AdapterSource:
+        """Has it find its parameters, which may be others than before."""
+        source._look()
+        return source
+
     def pack(self, source: AdapterSource, *, allow_nonfinite: bool) -> None:
         """Brings what is about to be sent into memory of this node, if it is known how."""
         if self._dtype is None:  # before the first push
             return
-        flat = source.packed().to(self._dtype)
+        flat = source._packed().to(self._dtype)
         if not (allow_nonfinite or math.isfinite(flat.sum(dtype=torch.float32))):
             metadata = source.metadata()  # it may have been too much for a sum
             parts = flat.split([one.num_elements for one in metadata])

@@ -524,10 +524,9 @@ class WeightPusher:
                 raise TransferError(f"no replica can be reached: {self._members.missing}")
 
     def _fitted(self, source: WeightSource) -> WeightSource:
-        if not isinstance(source, AdapterSource):
-            return fit_to_model(source, self._expected())
-        source.look()  # engines compare it
-        return source
+        if isinstance(source, AdapterSource):  # which the engines compare
+            return self._adapters.look(source)
+        return fit_to_model(source, self._expected())
 
     def _push(
         self,
