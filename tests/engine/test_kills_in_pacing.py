@@ -133,7 +133,7 @@ class Actor:
             os.kill(self.pid, signal.SIGKILL)
         else:
             ray.get(self.actor.__ray_call__.remote(partial(die_in, moment)), timeout=60)
-        eventually(lambda: pid_of(self.actor) != self.pid)
+        eventually(lambda: pid_of(self.actor) != self.pid, LIMIT_S)
         if not self.restarts:
             self.pacer.leave(self.name)
             self.actor = self.make()
@@ -161,7 +161,9 @@ def test_collectors_that_are_killed_lose_no_row_and_have_none_trained_twice(
                 pool.submit(one.kill, at, chance.uniform(0, 1))
                 for one, at in zip(actors, moments, strict=True)
             ]
-            while wait(kills, timeout=0.1).not_done:  # the time is for those that begin anew
+            while (under_way := wait(kills, timeout=0.1)).not_done:  # some time to begin anew
+                for one in under_way.done:  # else what went wrong shows as a wait in vain
+                    one.result()
                 pacer.wait_for_batch()
                 account.step(buffer.sample(ROWS))
                 pacer.trained(ROWS)
