@@ -1,5 +1,6 @@
 """Collectors, the pacer's actor and the trainer are killed, and no row is lost or trained twice."""
 
+import contextlib
 import copy
 import logging
 import os
@@ -132,7 +133,9 @@ class Actor:
             time.sleep(after_s)
             os.kill(self.pid, signal.SIGKILL)
         else:
-            ray.get(self.actor.__ray_call__.remote(partial(die_in, moment)), timeout=60)
+            trap = self.actor.__ray_call__.remote(partial(die_in, moment))
+            with contextlib.suppress(RayActorError):  # it may be there before it has answered
+                ray.get(trap, timeout=60)
         eventually(lambda: pid_of(self.actor) != self.pid, LIMIT_S)
         if not self.restarts:
             self.pacer.leave(self.name)
