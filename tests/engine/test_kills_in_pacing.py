@@ -136,7 +136,7 @@ class Actor:
             trap = self.actor.__ray_call__.remote(partial(die_in, moment))
             with contextlib.suppress(RayActorError):  # it may be there before it has answered
                 ray.get(trap, timeout=60)
-        eventually(lambda: pid_of(self.actor) != self.pid, LIMIT_S)
+        eventually(lambda: pid_of(self.actor) != self.pid)
         if not self.restarts:
             self.pacer.leave(self.name)
             self.actor = self.make()

@@ -130,9 +130,9 @@ class Weights:
                 where the service restarts no replicas.
             audit: Compare afterwards what every worker computes with, as :meth:`audit` does. A
                 replica that holds other weights is left behind, and named.
-            allow_nonfinite: Send NaN and infinity, too. Of adapters, and of other tensors that are
-                computed as they are sent, the module's parameters are looked at; of sharded ones
-                this rank's.
+            allow_nonfinite: Send NaN and infinity, too. Of adapters that are merged, and of other
+                tensors that are computed as they are sent, the module's parameters are looked at;
+                of sharded ones this rank's.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.

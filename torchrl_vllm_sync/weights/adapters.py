@@ -36,7 +36,7 @@ from torchrl_vllm_sync.weights.module import (
 from torchrl_vllm_sync.weights.p2p.memory import HostMemory, this_node
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.source import MappingSource
-from torchrl_vllm_sync.weights.transport import GRACE_S, LEAST_S, ask, failed
+from torchrl_vllm_sync.weights.transport import ask, failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -136,11 +136,11 @@ class AdapterSource:
         return self._views
 
     def views(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns the parameters that are read; the same list while they are the same."""
+        """Returns the parameters that the last push found; the same list while they are these."""
         return self._views
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns their metadata; the same list while it does not change."""
+        """Returns their metadata, as of then; the same list while it does not change."""
         return self._metadata
 
     def _scales(self) -> list[float]:
@@ -199,7 +199,10 @@ class Room:
         """Locks its pages, so that GPUs copy to and from them directly."""
         cuda: Any = torch.cuda.cudart()
         address = self.data.data_ptr()
-        torch.cuda.check_error(cuda.cudaHostRegister(address, self.data.nbytes, 0))
+        try:
+            torch.cuda.check_error(cuda.cudaHostRegister(address, self.data.nbytes, 0))
+        except RuntimeError as error:
+            raise TransferError(f"an adapter's memory cannot be page-locked: {error}") from error
         weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
         return self
 
@@ -217,7 +220,6 @@ class AdapterSender:
         self._newest: dict[str, tuple[Adapter, Kind, Room]] = {}
         # What nobody reads any more.
         self._free: list[Room] = []
-        self._dtype: torch.dtype | None = None  # of engines, once some have said it
         self._packed: Room | None = None  # what :meth:`send` is about to send
         self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
 
@@ -243,7 +245,6 @@ class AdapterSender:
             members.drop(failed(answers))
             for name in answers.keys() - failed(answers).keys():
                 self._known[(new[name], *kind)] = answers[name]
-                self._dtype = getattr(torch, answers[name]["dtype"])
         if not members.incarnations:
             raise TransferError(f"no replica can be reached: {members.missing}")
 
@@ -254,9 +255,13 @@ class AdapterSender:
 
     def pack(self, source: AdapterSource, *, allow_nonfinite: bool) -> None:
         """Brings what is about to be sent into memory of this node, if it is known how."""
-        if self._dtype is None:  # before the first push
+        if self._packed is not None:  # by a push that came no further
+            self._free.append(self._packed)
+            self._packed = None
+        if not self._known:  # before the first push
             return
-        flat = source._packed().to(self._dtype)
+        (dtype,) = {one["dtype"] for one in self._known.values()}
+        flat = source._packed().to(getattr(torch, dtype))
         if not (allow_nonfinite or math.isfinite(flat.sum(dtype=torch.float32))):
             metadata = source.metadata()  # it may have been too much for a sum
             parts = flat.split([one.num_elements for one in metadata])
@@ -295,10 +300,8 @@ class AdapterSender:
 
             value = ray.put(room.data.numpy())
         calls = {n: (adapter, room.place if node == here else value) for n, node in nodes.items()}
-        begin, limit_s = time.perf_counter(), max(push.timeout_s, LEAST_S)
-        pending = members.client.start_calls("put_adapter", calls, timeout_s=limit_s)
-        push.confirm()  # meanwhile
-        answers = pending.answers(limit_s + GRACE_S)
+        begin = time.perf_counter()
+        answers = ask(members.client, "put_adapter", calls, push.timeout_s, push.confirm)
         push.times.note("send_s", begin)
         room.is_read = bool(failed(answers))  # who gave up, or was given up, may be late
         if len(failed(answers)) < len(answers):

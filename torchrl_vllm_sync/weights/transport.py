@@ -184,11 +184,17 @@ class ReplicaClient(Protocol):
 
 
 def ask(
-    client: ReplicaClient, method: str, calls: Mapping[str, Any], limit_s: float, **options: Any
+    client: ReplicaClient,
+    method: str,
+    calls: Mapping[str, Any],
+    limit_s: float,
+    meanwhile: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Makes a call, each replica's with its own arguments and a time limit that it keeps itself."""
     limit_s = max(limit_s, LEAST_S)
     pending = client.start_calls(method, calls, timeout_s=limit_s, **options)
+    meanwhile()
     return pending.answers(limit_s + GRACE_S)
 
 

@@ -299,7 +299,7 @@ class P2PTransport:
 
         known = {name: ([numbers(one) for one in self._workers[name]],) for name in names}
         # Workers connect, and go on without waiting to be heard: the listener keeps what they sent.
-        options = {"run_id": self.run_id, "path": self._handover.path}
+        options: dict[str, Any] = {"run_id": self.run_id, "path": self._handover.path}
         answers = ask(members.client, "begin_writing", known, deadline.left_s, **options)
         expected = {
             (name, rank, number)
