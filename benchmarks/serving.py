@@ -12,16 +12,19 @@ completions of random prompts: first one request after the other, then ``--at-on
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import redirect_stdout
+from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,13 +41,6 @@ METRICS = {
     "between tokens": ("ms", "median_itl_ms"),
 }
 SEEDS = itertools.count()
-CLIENT = """
-import argparse
-from vllm.benchmarks import serve
-parser = argparse.ArgumentParser()
-serve.add_cli_args(parser)
-serve.main(parser.parse_args())
-"""
 
 
 def own_server() -> type:
@@ -70,18 +66,26 @@ def own_server() -> type:
     return ServingActor
 
 
-def ask(url: str, checkpoint: Path, num: int, at_once: int, tokens: int) -> dict[str, float]:
-    """What the client measures."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-c", CLIENT, "--backend", "openai", "--base-url", url]
-        command += ["--model", str(checkpoint), "--dataset-name", "random", "--ignore-eos"]
-        command += ["--random-input-len", "32", "--random-output-len", str(tokens)]
-        command += ["--num-prompts", str(num), "--max-concurrency", str(at_once)]
-        command += ["--seed", str(next(SEEDS))]  # no prompt is asked again
-        command += ["--save-result", "--result-dir", directory, "--disable-tqdm"]
-        subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
-        (path,) = Path(directory).glob("*.json")
-        found = json.loads(path.read_text())
+def client(command: list[str]) -> dict[str, Any]:
+    """What ``vllm bench serve`` measures, in the process that it is called in."""
+    from vllm.benchmarks import serve
+
+    parser = argparse.ArgumentParser()
+    serve.add_cli_args(parser)
+    with redirect_stdout(None):
+        return serve.main(parser.parse_args(command))
+
+
+def ask(
+    clients: Pool, url: str, checkpoint: Path, num: int, at_once: int, tokens: int
+) -> dict[str, float]:
+    """What the client measures; it is asked in one process for all of a run."""
+    command = ["--backend", "openai", "--base-url", url, "--model", str(checkpoint)]
+    command += ["--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
+    command += ["--random-input-len", "32", "--random-output-len", str(tokens)]
+    command += ["--num-prompts", str(num), "--max-concurrency", str(at_once)]
+    command += ["--seed", str(next(SEEDS))]  # no prompt is asked again
+    found = clients.apply_async(client, (command,)).get(timeout=600)
     assert found["completed"] == num, found
     return {metric: found[name] for metric, (_, name) in METRICS.items()}
 
@@ -106,14 +110,15 @@ def main(argv: list[str] | None = None) -> Path:
     with local_ray(), tempfile.TemporaryDirectory() as directory:
         checkpoint = arguments.model or make_tiny_checkpoint(directory)
         how = options | {"load_format": "auto", "actor_class": own_server()}
-        with start(checkpoint, **how) as service, service.serve() as server:
+        clients = multiprocessing.get_context("spawn").Pool(1)
+        with start(checkpoint, **how) as service, service.serve() as server, clients:
             port = ray.get(service.actors[0].serve.remote(), timeout=120)
             systems = {"vllm": f"http://127.0.0.1:{port}", "ours": server.url}
             for at_once in (1, arguments.at_once):
                 num = arguments.requests if at_once > 1 else max(1, arguments.requests // 8)
                 for turn in range(arguments.rounds + 1):  # the first does not count
                     for system, url in systems.items():
-                        each = ask(url, checkpoint, num, at_once, arguments.tokens)
+                        each = ask(clients, url, checkpoint, num, at_once, arguments.tokens)
                         print(system, at_once, each, flush=True)
                         for metric, value in each.items() if turn or arguments.smoke else ():
                             unit = METRICS[metric][0]
