@@ -1,7 +1,7 @@
 """OpenAI requests over HTTP: this library's server beside vLLM's own, over one and the same engine.
 
 vLLM's server runs where it always does, in the engine's process; this library's in the process that
-has the service. Both are asked by ``vllm bench serve`` in a process of its own, which streams
+has the service. Both look for garbage as ``torchrl-vllm-sync serve`` does: rarely. Both are asked by ``vllm bench serve`` in a process of its own, which streams
 completions of random prompts: first one request after the other, then ``--at-once``.
 
 - ``throughput``: tokens of the answers per second.
@@ -33,6 +33,7 @@ import ray
 
 from benchmarks.live_engines import engine_options, local_ray, start
 from benchmarks.record import Recorder, parser_of, refuse_less
+from torchrl_vllm_sync.checks import collect_rarely
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 METRICS = {
@@ -112,6 +113,7 @@ def main(argv: list[str] | None = None) -> Path:
         how = options | {"load_format": "auto", "actor_class": own_server()}
         clients = multiprocessing.get_context("spawn").Pool(1)
         with start(checkpoint, **how) as service, service.serve() as server, clients:
+            collect_rarely()
             port = ray.get(service.actors[0].serve.remote(), timeout=120)
             systems = {"vllm": f"http://127.0.0.1:{port}", "ours": server.url}
             for at_once in (1, arguments.at_once):

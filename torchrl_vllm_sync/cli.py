@@ -106,6 +106,7 @@ def _train(options: argparse.Namespace, _: Console) -> None:
 
 def _serve(options: argparse.Namespace, console: Console) -> None:
     """Serves until it is interrupted or terminated."""
+    from torchrl_vllm_sync.checks import collect_rarely
     from torchrl_vllm_sync.serve.server import check_serving
     from torchrl_vllm_sync.service.service import AsyncVLLM
 
@@ -115,6 +116,7 @@ def _serve(options: argparse.Namespace, console: Console) -> None:
     settings, replicas = dict(options.engine), options.replicas
     with AsyncVLLM.from_pretrained(options.model, num_replicas=replicas, **settings) as service:
         server = service.serve(**serving)
+        collect_rarely()
         console.print(f"serving at {server.url}/v1 until Ctrl-C", markup=False)
         for _ in _looks(WATCH_S):
             if not server.is_open:

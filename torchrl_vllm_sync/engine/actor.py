@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import inspect
 import math
 import os
@@ -23,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, collect_rarely
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.adapters import Adapters
 from torchrl_vllm_sync.engine.answers import AdmissionGate, Answers
@@ -198,10 +197,7 @@ class EngineActor:
                 why = f"{why}: {cause}"
             raise LaunchError({self.replica_id: why}) from error
         self._health.start()
-        # What lives as long as the engine is not looked at again for garbage: with vLLM imported
-        # that is much, and meanwhile no token is handed out.
-        gc.collect()
-        gc.freeze()
+        collect_rarely()  # meanwhile no token is handed out
         return self.describe()
 
     async def _launch(self) -> None:
