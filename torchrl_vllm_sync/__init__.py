@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync.weights.broadcast.transport import (
         BroadcastTransport as BroadcastTransport,
     )
-    from torchrl_vllm_sync.weights.ipc import IPCTransport as IPCTransport
+    from torchrl_vllm_sync.weights.broadcast.transport import IPCTransport as IPCTransport
     from torchrl_vllm_sync.weights.module import ParamMeta as ParamMeta
     from torchrl_vllm_sync.weights.p2p.transport import P2PTransport as P2PTransport
     from torchrl_vllm_sync.weights.snapshots.data_file import SnapshotReader as SnapshotReader

@@ -11,8 +11,7 @@ import torch
 
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import NOT_STAGED, EngineDescription
-from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
-from torchrl_vllm_sync.weights.ipc import IPCTransport
+from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport, IPCTransport
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport

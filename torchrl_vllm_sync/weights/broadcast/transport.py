@@ -1,4 +1,4 @@
-"""The ``broadcast`` transport: from the trainer's device into every replica at once."""
+"""The transports ``broadcast`` and ``ipc``: from the trainer's device to all replicas at once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
     home_device,
+    require_one_host,
     sending_device,
     views_of,
 )
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 DEFAULT_JOIN_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 15.0
 GROUP_ID_BITS = 32
+DEFAULT_SHARED_BYTES = 256 * 2**20
 Verify = Literal["first", "always", "never"]
 
 
@@ -350,6 +352,33 @@ class BroadcastTransport:
         """Leaves the group, which the workers notice, and frees the buckets. Idempotent."""
         self._leave()
         self._forget()
+
+
+class IPCTransport(BroadcastTransport):
+    """Fills memory that the engines of this host share with this process, which they read.
+
+    For engines on the trainer's GPU, where NCCL knows no way; others may be on other GPUs that
+    reach it, or all on CPUs. What is sent, and how it gets into an engine's model, is as with a
+    :class:`BroadcastTransport`.
+
+    Args:
+        buffer_bytes: Bytes to share on the trainer's device, in three parts that are filled in
+            turn. Each must hold one row of any tensor.
+
+    Raises:
+        UnsupportedArgumentError: ``buffer_bytes`` is below 3.
+    """
+
+    name = "ipc"
+
+    def __init__(self, *, buffer_bytes: int = DEFAULT_SHARED_BYTES) -> None:
+        check_integer("buffer_bytes", buffer_bytes, buckets.NUM_BUFFERS)
+        super().__init__(bucket_bytes=buffer_bytes // buckets.NUM_BUFFERS)
+        self._shared_bytes = buckets.room_for(buffer_bytes // buckets.NUM_BUFFERS)
+        self._copy = functools.partial(type(self), buffer_bytes=buffer_bytes)
+
+    def _check(self, engines: Mapping[str, EngineDescription]) -> None:
+        require_one_host(self.name, engines)
 
 
 def _failure(transfer: Callable[[], None], group: BroadcastGroup) -> SyncError | None:
