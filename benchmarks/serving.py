@@ -1,8 +1,9 @@
 """OpenAI requests over HTTP: this library's server beside vLLM's own, over one and the same engine.
 
 vLLM's server runs where it always does, in the engine's process; this library's in the process that
-has the service. Both look for garbage as ``torchrl-vllm-sync serve`` does: rarely. Both are asked by ``vllm bench serve`` in a process of its own, which streams
-completions of random prompts: first one request after the other, then ``--at-once``.
+has the service, and both look for garbage as ``torchrl-vllm-sync serve`` does: rarely. Both are
+asked by ``vllm bench serve`` in a process of its own, which streams completions of random prompts:
+first one request after the other, then ``--at-once``.
 
 - ``throughput``: tokens of the answers per second.
 - ``first token``, ``between tokens``: medians of the requests.
