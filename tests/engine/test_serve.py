@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import http.client
 import json
 import os
@@ -356,7 +357,7 @@ def test_it_ends_with_its_service(service):
 
 
 def test_the_command_serves_until_it_is_interrupted(service, server, monkeypatch, capfd):
-    launched, found = [], []
+    launched, found, thresholds = [], [], [gc.get_threshold()]
     copy = pickle.loads(pickle.dumps(service))
 
     def launch(model, **fields):
@@ -366,6 +367,7 @@ def test_the_command_serves_until_it_is_interrupted(service, server, monkeypatch
     def looks(_):
         (server,) = copy._views
         found.append(ask(server, "/v1/models", method="GET")[0])
+        thresholds.append(gc.get_threshold())
         yield
         os.kill(os.getpid(), signal.SIGTERM)
         yield
@@ -378,6 +380,9 @@ def test_the_command_serves_until_it_is_interrupted(service, server, monkeypatch
         assert cli.main(["serve", "a/model", *given, "--engine", "max_model_len=64"]) == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
+        gc.set_threshold(*thresholds[0])
+        gc.unfreeze()
+    assert thresholds[1][0] >= 10 * thresholds[0][0]  # its process looks for garbage rarely
     assert launched == [("a/model", {"num_replicas": 2, "max_model_len": 64})]
     assert found == [200]
     assert "serving at http://127.0.0.1:" in capfd.readouterr().out
