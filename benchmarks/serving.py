@@ -109,11 +109,11 @@ def main(argv: list[str] | None = None) -> Path:
     options = engine_options(
         execution="graphs", max_model_len=1024, max_num_seqs=max(64, arguments.at_once)
     )
-    with local_ray(), tempfile.TemporaryDirectory() as directory:
+    spawn = multiprocessing.get_context("spawn")
+    with local_ray(), tempfile.TemporaryDirectory() as directory, spawn.Pool(1) as clients:
         checkpoint = arguments.model or make_tiny_checkpoint(directory)
         how = options | {"load_format": "auto", "actor_class": own_server()}
-        clients = multiprocessing.get_context("spawn").Pool(1)
-        with start(checkpoint, **how) as service, service.serve() as server, clients:
+        with start(checkpoint, **how) as service, service.serve() as server:
             collect_rarely()
             port = ray.get(service.actors[0].serve.remote(), timeout=120)
             systems = {"vllm": f"http://127.0.0.1:{port}", "ours": server.url}

@@ -152,7 +152,7 @@ def collecting_no_garbage() -> Iterator[None]:
 def collect_rarely() -> None:
     """For a process that only serves: looks for garbage rarely, and never at what is there now.
 
-    As vLLM's server does; besides, each request makes hundreds of objects that end by themselves.
+    Each request makes hundreds of objects that end by themselves, and lives among those of others.
     """
     gc.collect()
     gc.freeze()

@@ -7,9 +7,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import ray
 import torch
 
 from tests.engine.requests import endless, eventually, is_idle, sampling, slowed, token_ids
+from torchrl_vllm_sync import checks
 from torchrl_vllm_sync.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -204,6 +206,11 @@ def test_a_stream_grows_to_what_a_batch_returns(service):
     assert lengths == sorted(lengths)
     assert [step.finished for step in steps] == [False] * (len(steps) - 1) + [True]
     assert token_ids(steps[-1]) == token_ids(whole)
+
+
+def test_replicas_look_for_garbage_rarely(service):
+    asked = [one.__ray_call__.remote(lambda _: gc.get_threshold()[0]) for one in service.actors]
+    assert min(ray.get(asked, timeout=60)) == checks.COLLECT_AFTER > 10 * gc.get_threshold()[0]
 
 
 def test_a_stream_that_is_dropped_ends_the_engines_work(service):

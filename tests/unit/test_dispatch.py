@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random  # noqa: TID251  seeded below
 import socket
 import threading
@@ -379,6 +380,37 @@ async def test_what_ends_a_call_ends_all_streams_that_wait_for_it():
     assert [each[-1].replica_id for each in answers] == ["b", "a", "b"]
     assert not any(one.error for each in answers for one in each)
     assert rig.load.total_in_flight == 0
+
+
+async def give_up(rig, request):
+    _, (task,) = await begin(rig, [request])
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_connection_whose_streams_were_given_up_waits_for_others(monkeypatch):
+    monkeypatch.setattr(dispatch, "IDLE_S", 3.0)
+    actor = SharingActor("a")
+    rig, (first, second) = Rig(actor), of_new_tokens(2)
+    await give_up(rig, first)
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert actor.connections == 1
+    _, (task,) = await begin(rig, [second])
+    actor.put(second, finished=True)
+    await task
+    assert actor.connections == 1
+
+
+async def test_a_connection_whose_streams_were_given_up_ends(monkeypatch):
+    monkeypatch.setattr(dispatch, "IDLE_S", 0.05)
+    actor = SharingActor("a")
+    rig = Rig(actor)
+    await give_up(rig, *make_requests(1))
+    async with asyncio.timeout(10):
+        while actor.connections:  # noqa: ASYNC110  fakes tell nobody
+            await asyncio.sleep(0.01)
 
 
 async def test_a_connection_that_ends_while_its_replica_lives_costs_an_attempt():

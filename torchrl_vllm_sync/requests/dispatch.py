@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 from ray import cloudpickle
 from ray.exceptions import RayError
@@ -330,11 +330,13 @@ class ReplicaWatch:
 class Streams:
     """One actor's answers as they grow, over one connection, on which all come that are there."""
 
+    # Of all: a loop holds its tasks weakly, and one that reads would be garbage between streams.
+    _tasks: ClassVar[set[asyncio.Task[None]]] = set()
+
     def __init__(self, actor: Any) -> None:
         self._actor, self._writer = actor, cast("asyncio.StreamWriter | None", None)
         self._starting: list[EngineRequest] = []
         self._queues: dict[str, asyncio.Queue[Any]] = {}  # by abort id
-        self._tasks = set[asyncio.Task[None]]()
 
     async def answers(
         self, request: EngineRequest, *, are_whole: bool
@@ -404,7 +406,7 @@ class Streams:
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Hands on what comes next; whether there is more to wait for."""
         try:
-            names, results = await received(reader, None if self._queues else IDLE_S)
+            names, results = await received(reader, IDLE_S)
         except TimeoutError:
             return bool(self._queues)
         for name, result in zip(names, results, strict=True):
