@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_vllm_sync.checks import check_integer, check_seconds, in_thread
+from torchrl_vllm_sync.checks import Deadline, check_integer, check_seconds, in_thread
 from torchrl_vllm_sync.errors import AgentError, RewardError, UnsupportedArgumentError
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.requests.messages import expand_spans
@@ -31,6 +31,8 @@ from torchrl_vllm_sync.rl.rollouts import RolloutCollector, _column, _primer
 from torchrl_vllm_sync.rl.rows import Texts
 from torchrl_vllm_sync.serve.sessions import Session, SessionRow
 from torchrl_vllm_sync.service.service import AsyncVLLM
+
+KILL_S = 10.0  # for a process to end that was killed, which the kernel may hold up
 
 
 def session_rows(sessions: Sequence[Session], policy: vLLMWrapper) -> TensorDict:
@@ -308,7 +310,11 @@ class AgentCollector(RolloutCollector):
             finally:  # with all that it has started
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                deadline = Deadline(KILL_S)
+                while process.returncode is None and not deadline.passed:
+                    # A run that is late is cancelled once more where another's failure ends all.
+                    with suppress(asyncio.CancelledError, TimeoutError):
+                        await asyncio.wait_for(process.wait(), deadline.left_s)
             if process.returncode:
                 raise RuntimeError(f"exit status {process.returncode}: {_end(told)[-200:]}")
             with suppress(ValueError):
