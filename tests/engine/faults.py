@@ -19,8 +19,8 @@ from torchrl_vllm_sync.engine import internals, receiver
 from torchrl_vllm_sync.engine import plan as plans
 from torchrl_vllm_sync.engine.actor import EngineActor
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
-from torchrl_vllm_sync.weights.adapters import Room
 from torchrl_vllm_sync.weights.audit import checksum
+from torchrl_vllm_sync.weights.p2p.memory import HostFile
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -83,8 +83,8 @@ class AdapterWorker(PacedWorker):
     def sync_put_adapter(self, lora_id, digest, place, num_bytes, keep):
         time.sleep(self._delay_s)
         if self._loses:
-            self._lost = Room(num_bytes)
-            place = self._lost.place
+            self._lost = HostFile(num_bytes)
+            place = self._lost.path
         return super().sync_put_adapter(lora_id, digest, place, num_bytes, keep)
 
 

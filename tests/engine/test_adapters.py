@@ -350,12 +350,16 @@ def test_trainers_of_one_adapter_take_turns_and_one_that_is_killed_leaves_no_mix
 ):
     """It is killed while one replica has its version, and the other is about to take it."""
     ours, theirs = adapted(checkpoint, 17), adapted(checkpoint, 18)
-    for _ in range(3):
-        old = tuned.push_weights(AdapterSource(ours, "shared")).version
-    held = mapped(tuned)
     address = ray.get_runtime_context().gcs_address
     spawn = multiprocessing.get_context("spawn")
     given = checkpoint, address, tuned.name, 18
+    before = spawn.Process(target=lone_trainer, args=given, daemon=True)
+    before.start()
+    before.join(START_S)
+    assert before.exitcode == 0
+    for _ in range(3):
+        old = tuned.push_weights(AdapterSource(ours, "shared")).version
+    held = mapped(tuned)  # with what two trainers have written to
     spoil(tuned, 1, delay_s=LATE_S)
     trainer = spawn.Process(target=lone_trainer, args=given, daemon=True)
     trainer.start()

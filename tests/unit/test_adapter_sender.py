@@ -1,5 +1,6 @@
-"""Memory that adapters are sent in: used again, but not while somebody may be reading it."""
+"""Memory that adapters are written to: used again, but not while somebody may be reading it."""
 
+import contextlib
 from types import SimpleNamespace
 
 import peft
@@ -8,28 +9,41 @@ import torch
 
 from torchrl_vllm_sync import AdapterSource, errors
 from torchrl_vllm_sync.weights.adapters import AdapterSender
-from torchrl_vllm_sync.weights.p2p.memory import this_node
+from torchrl_vllm_sync.weights.p2p.memory import MappedMemory, hand_over, new_memory, this_node
 from torchrl_vllm_sync.weights.transport import Push
+
+CPU = torch.device("cpu")
+NUM_WORKERS = 2
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Client:
-    """Replicas that note what they are given, and fail as told."""
+    """Replicas that note what their workers read, and fail as told."""
 
     def __init__(self):
-        self.given, self.dtypes, self.failing = [], {}, set()
+        self.given, self.dtypes, self.failing, self.memories = [], {}, set(), {}
 
     def start_calls(self, method, calls, **_):
-        if method == "prepare_adapter":
-            dtypes = {name: self.dtypes.get(name, "bfloat16") for name in calls}
-            answers = {n: {"dtype": one, "node": this_node()} for n, one in dtypes.items()}
-        else:
-            (place,) = {place for _, place in calls.values()}
-            size = next(iter(calls.values()))[0].num_bytes
-            held = torch.from_file(place[0], size=size, dtype=torch.uint8).view(torch.bfloat16)
-            self.given.append((place, held.clone()))
-            lost = errors.TransferError("late")
-            answers = {name: lost if name in self.failing else {} for name in calls}
+        answer = self._prepare if method == "prepare_adapter" else self._put
+        answers = {name: answer(name, *args) for name, args in calls.items()}
         return SimpleNamespace(answers=lambda _: answers)
+
+    def _prepare(self, name, _config, metadata, door):
+        dtype = self.dtypes.get(name, "bfloat16")
+        size = sum(torch.Size(shape).numel() for _, _, shape, *_ in metadata)
+        size *= DTYPES[dtype].itemsize
+        for rank in reversed(range(NUM_WORKERS)):
+            with contextlib.closing(new_memory(size, CPU)) as memory:
+                mapped = MappedMemory(size, CPU, memory.export())
+                self.memories.setdefault(door["token"], []).append(mapped.data)
+                said = {"replica_id": name, "rank": rank, "token": door["token"]}
+                hand_over(door["path"], said, memory.export(), 1.0)
+        return dtype
+
+    def _put(self, name, adapter, token):
+        read = [one[: adapter.num_bytes].clone() for one in self.memories[token]]
+        self.given.append((name, token, read))
+        return errors.TransferError("late") if name in self.failing else {}
 
 
 @pytest.fixture
@@ -38,51 +52,75 @@ def rig():
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0", "1"], init_lora_weights=False)
     source, client = AdapterSource(peft.get_peft_model(model, config)), Client()
     members = SimpleNamespace(client=client, incarnations={"0": "a", "1": "b"}, silent={})
+    engine = SimpleNamespace(
+        node_id=this_node(), device_type="cpu", device_uuids=(), num_workers=NUM_WORKERS
+    )
+    members.describe = lambda: dict.fromkeys(members.incarnations, engine)
     members.choose, members.drop = lambda _: None, lambda _: None
     return SimpleNamespace(sender=AdapterSender(lambda: 0), source=source, **vars(members))
 
 
 def pushed(rig, version):
-    """Where it was sent, after a change of all weights; what came is what iteration gives."""
+    """Whose memory it was read from, after a change of all weights; it is what iteration gives."""
     with torch.no_grad():
         for _, one in rig.source.views():
             one.add_(1.0)
     rig.sender.pack(rig.sender.look(rig.source), allow_nonfinite=False)
     rig.sender.open(rig, rig.source)
     rig.sender.send(rig, Push(rig.source, version, 1.0))
-    place, values = rig.client.given[-1]
     wanted = torch.cat([one.reshape(-1) for _, one in rig.source]).to(torch.bfloat16)
-    assert torch.equal(values, wanted)
-    return place
+    latest = {name: (token, read) for name, token, read in rig.client.given}
+    for _, read in latest.values():
+        assert [torch.equal(one.view(torch.bfloat16), wanted) for one in read] == [True] * 2
+    return {name: token for name, (token, _) in latest.items()}
 
 
-def test_two_pieces_of_memory_take_turns(rig):
-    first, second, *others = (pushed(rig, version) for version in range(1, 7))
-    assert first != second
-    assert others == [first, second] * 2
+def test_every_worker_has_one_memory_that_is_used_again(rig):
+    first, *others = (pushed(rig, version) for version in range(1, 7))
+    assert first["0"] != first["1"]
+    assert others == [first] * 5
+    assert len(rig.client.memories) == 2
 
 
-def test_what_a_replica_may_still_read_is_not_written_again(rig):
+@pytest.mark.parametrize("failing", [{"1"}, {"0", "1"}])
+def test_what_a_replica_may_still_read_is_not_written_again(rig, failing):
     pushed(rig, 1)
-    rig.client.failing = {"1"}
+    rig.client.failing = failing
     late = pushed(rig, 2)
+    before = {name: [one.clone() for one in rig.client.memories[late[name]]] for name in late}
     rig.client.failing = set()
-    assert late not in [pushed(rig, version) for version in range(3, 8)]
+    tokens = [pushed(rig, version) for version in range(3, 6)]
+    assert tokens == [tokens[0]] * 3
+    for name, token in late.items():
+        unchanged = map(torch.equal, rig.client.memories[token], before[name])
+        assert (set(unchanged), tokens[0][name] != token) == ({name in failing}, name in failing)
 
 
-def test_what_no_replica_took_is_not_written_again(rig):
-    pushed(rig, 1)
-    rig.client.failing = {"0", "1"}
-    late = pushed(rig, 2)
-    rig.client.failing = set()
-    assert late not in [pushed(rig, version) for version in range(3, 8)]
+def test_memory_of_a_push_that_was_broken_off_is_not_written_again(rig):
+    first = pushed(rig, 1)
+
+    def confirm():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rig.sender.send(rig, Push(rig.source, 2, 1.0, confirm=confirm))
+    assert not {*first.values()} & {*pushed(rig, 3).values()}
 
 
-def test_a_push_that_came_no_further_leaves_its_memory_to_the_next(rig):
-    places = {pushed(rig, version) for version in (1, 2, 3)}
+def test_a_push_that_came_no_further_is_not_what_the_next_one_sends(rig):
+    first = pushed(rig, 1)
     for _ in range(3):
         rig.sender.pack(rig.source, allow_nonfinite=False)
-    assert {pushed(rig, version) for version in (4, 5, 6)} == places
+    assert pushed(rig, 2) == first
+
+
+def test_a_replica_that_restarted_gets_memory_of_its_own(rig):
+    first = pushed(rig, 1)
+    rig.incarnations["1"] = "c"
+    assert rig.sender.late(rig.incarnations, ()) == ["1"]
+    second = pushed(rig, 2)
+    assert (first["0"] == second["0"], first["1"] == second["1"]) == (True, False)
+    assert rig.sender.late(rig.incarnations, ()) == []
 
 
 def test_values_that_are_too_large_for_engines_are_refused_by_name(rig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -20,9 +21,15 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
 from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.adapters import OF, Adapter, Kind, Room
+from torchrl_vllm_sync.weights.adapters import OF, Adapter, Door, Kind
 from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
-from torchrl_vllm_sync.weights.p2p.memory import this_node
+from torchrl_vllm_sync.weights.p2p.memory import (
+    HostFile,
+    MappedMemory,
+    hand_over,
+    new_memory,
+    page_lock,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -68,8 +75,8 @@ class WorkerAdapters:
         self._layouts: dict[str, list[Place]] = {}
         self._held: dict[int, tuple[list[Place], torch.Tensor]] = {}
         self._newest: dict[str, int] = {}
-        # Of each adapter, by name, where its last two versions came.
-        self._rooms = defaultdict[str, dict[tuple[str, int], Room]](dict)
+        # Memory that trainers write to, by the adapter's name and their token.
+        self._inboxes = defaultdict[str, dict[str, MappedMemory]](dict)
         # Of each slot whose adapter is one of these, what fills it.
         self._filled: dict[int, tuple[list[Place], list[torch.Tensor]]] = {}
         on_gpu = self._manager.device.type == "cuda"
@@ -103,6 +110,25 @@ class WorkerAdapters:
         ]
         return dtype_name(self._manager.lora_config.lora_dtype)
 
+    def open_inbox(
+        self, metadata: list[ParamMeta], door: Door, about: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Hands over memory for versions of an adapter, which a trainer will write to."""
+        num_bytes = sum(one.num_elements for one in metadata)
+        num_bytes *= self._manager.lora_config.lora_dtype.itemsize
+        is_near = door["device_type"] == self._manager.device.type
+        device = self._manager.device if is_near else torch.device("cpu")
+        with contextlib.closing(new_memory(num_bytes, device)) as memory:
+            inbox = MappedMemory(num_bytes, device, memory.export())
+            if not is_near:
+                page_lock(inbox)
+            about = {**about, "token": door["token"]}
+            hand_over(door["path"], about, memory.export(), timeout_s)
+        inboxes = self._inboxes[metadata[0].name.partition(OF)[0]]
+        inboxes[door["token"]] = inbox
+        for one in [*inboxes][:-2]:  # of trainers before
+            del inboxes[one]
+
     def _place(self, meta: ParamMeta) -> Place | None:
         name = meta.name.partition(OF)[2]
         module_name, is_first = parse_fine_tuned_lora_name(name, self._mapper)
@@ -123,31 +149,33 @@ class WorkerAdapters:
         fits = fits and part.shape[along] == slots.shape[2:][along]
         return Place(meta, slots, part, ()) if fits else None
 
-    def put(self, lora_id: int, digest: str, place: Any, num_bytes: int, keep: list[int]) -> None:
-        """Takes a version, beside those to keep; no step may run."""
+    def put(self, lora_id: int, digest: str, place: str, num_bytes: int, keep: list[int]) -> None:
+        """Takes a version from an inbox or a file, beside those to keep; no step may run."""
         for one in self._held.keys() - set(keep):
             self._manager.remove_adapter(one)
             del self._held[one]
         layout, manager = self._layouts[digest], self._manager
         name = layout[0].meta.name.partition(OF)[0]
-        data = self._read(name, tuple(place), num_bytes).view(manager.lora_config.lora_dtype)
+        data = self._read(name, place, num_bytes).view(manager.lora_config.lora_dtype)
         self._held[lora_id], self._newest[name] = (layout, data), lora_id
         if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
             self._activate(lora_id)
 
-    def _read(self, name: str, place: tuple[str, int], num_bytes: int) -> torch.Tensor:
+    def _read(self, name: str, place: str, num_bytes: int) -> torch.Tensor:
         """The bytes that came, in memory of this worker's own."""
-        known, device = self._rooms[name], self._manager.device
-        if (room := known.pop(place, None)) is None:
-            room = Room(num_bytes, place)
-            room = room if self._stream is None else room.pin()
-        known[place] = room
-        for one in [*known][:-2]:
-            del known[one]
+        if place.startswith("/"):
+            came = HostFile(num_bytes, place).data
+        elif (inbox := self._inboxes[name].get(place)) is not None:
+            came = inbox.data[:num_bytes]
+        else:
+            raise TransferError("another trainer's memory has replaced the one that was written to")
+        if self._stream is None:
+            return came.clone()
+        device = self._manager.device
         with torch.cuda.stream(self._stream):  # beside the step that GPUs are at
-            data = room.data.to(device, copy=True)
-        if self._stream is not None:
-            data.record_stream(torch.cuda.current_stream(device))
+            data = came.to(device, copy=True)
+        self._stream.synchronize()  # for the trainer may write again
+        data.record_stream(torch.cuda.current_stream(device))
         return data
 
     def _activate(self, lora_id: int) -> None:
@@ -187,10 +215,10 @@ class WorkerAdapters:
         active[lora_id], ids[at] = None, lora_id
         return True
 
-    def give(self, lora_id: int, place: tuple[str, int]) -> None:
-        """Writes a version's bytes into memory of this node."""
+    def give(self, lora_id: int, path: str) -> None:
+        """Writes a version's bytes into a file in memory."""
         data = self._held[lora_id][1].view(torch.uint8)
-        Room(data.nbytes, place).data.copy_(data)
+        HostFile(data.nbytes, path).data.copy_(data)
 
     def slices(self, digest: str) -> list[list[Any]] | None:
         """What of each tensor this worker computes with, for an audit; ``None`` of others."""
@@ -242,7 +270,6 @@ class Adapters:
         self._held: dict[str, list[Held]] = {}
         self._ids = itertools.count(FIRST_ID)
         self._kinds: dict[str, Kind] = {}  # that the workers were prepared for, by digest
-        self._room: Room | None = None  # for what comes from other nodes
         updates.drop_adapter = self._drop
 
     def choose(self, request: EngineRequest) -> Held | None:
@@ -271,21 +298,22 @@ class Adapters:
         return {name: versions[-1].adapter.version for name, versions in self._held.items()}
 
     async def prepare_adapter(
-        self, config: str, metadata: list[list[Any]], *, timeout_s: float
-    ) -> dict[str, str]:
-        """Returns in which dtype engines hold such an adapter, and the node they are on."""
+        self, config: str, metadata: list[list[Any]], door: Door | None, *, timeout_s: float
+    ) -> str:
+        """Returns in which dtype engines hold such an adapter; workers hand memory for it over."""
         async with self._updates.exclusive(timeout_s) as deadline:
-            dtype = await self._prepare(config, metadata, deadline.left_s)
-        return {"dtype": dtype, "node": this_node()}
+            return await self._prepare(config, metadata, door, deadline.left_s)
 
-    async def _prepare(self, config: str, metadata: list[list[Any]], timeout_s: float) -> str:
-        call = "sync_prepare_adapter", config, metadata
+    async def _prepare(
+        self, config: str, metadata: list[list[Any]], door: Door | None, timeout_s: float
+    ) -> str:
+        call = "sync_prepare_adapter", config, metadata, door, self._updates.replica_id, timeout_s
         answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="preparing")
         self._kinds[metadata_digest(from_json(metadata))] = config, metadata
         return answers[0]["dtype"]
 
     async def put_adapter(self, adapter: Adapter, data: Any, *, timeout_s: float) -> dict[str, Any]:
-        """Takes a version for requests to come; ``data`` are its bytes, or where they are."""
+        """Takes a version for requests to come; ``data`` are its bytes, or whose inbox has them."""
         updates, report = self._updates, LoadReport(version=adapter.version, loaded=False)
         async with updates.exclusive(timeout_s) as deadline:
             if not self._has(adapter):
@@ -303,8 +331,8 @@ class Adapters:
 
     async def _add(self, adapter: Adapter, data: Any, timeout_s: float) -> LoadReport:
         begin, lora_id = time.time(), next(self._ids)
-        room = None if isinstance(data, tuple) else await asyncio.to_thread(self._taken, data)
-        place = data if room is None else room.place
+        file = None if isinstance(data, str) else await asyncio.to_thread(_file_of, data)
+        place = data if file is None else file.path
         # vLLM keys cached prefixes by an adapter's name and path.
         request = LoRARequest(f"{adapter.name}@{adapter.version}", lora_id, f"{PATH}{lora_id}")
         # Requests that enter from here on choose among those that stay.
@@ -319,7 +347,6 @@ class Adapters:
         keep = [one.request.lora_int_id for some in self._held.values() for one in some]
         call = "sync_put_adapter", lora_id, adapter.digest, place, adapter.num_bytes, keep
         answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="an adapter")
-        self._room = room  # and no worker reads it any more
         self._held.setdefault(adapter.name, []).append(Held(adapter, request))
         seconds = max(one["seconds"] for one in answers)
         times = {"load_s": seconds, "whole_pause_s": seconds, "began_at": begin}
@@ -333,10 +360,10 @@ class Adapters:
         async with updates.exclusive(timeout_s) as deadline:
             given = list[tuple[Adapter, Kind, Any]]()
             for one in [versions[-1] for versions in self._held.values()]:
-                room, adapter = Room(one.adapter.num_bytes), one.adapter
-                call = "sync_give_adapter", one.request.lora_int_id, room.place
+                file, adapter = HostFile(one.adapter.num_bytes), one.adapter
+                call = "sync_give_adapter", one.request.lora_int_id, file.path
                 await updates.ask_workers(*call, timeout_s=deadline.left_s, what="an adapter")
-                given.append((adapter, self._kinds[adapter.digest], room.data.numpy()))
+                given.append((adapter, self._kinds[adapter.digest], file.data.numpy()))
             stamp = {"version": updates.version, "run_id": updates.run_id, "base": self._gate.base}
             return {**stamp, "adapters": given}
 
@@ -346,17 +373,16 @@ class Adapters:
         async with updates.exclusive(timeout_s) as deadline:
             for adapter, (config, metadata), data in given["adapters"]:
                 if not self._has(adapter):
-                    await self._prepare(config, metadata, deadline.left_s)
+                    await self._prepare(config, metadata, None, deadline.left_s)
                     await self._add(adapter, data, deadline.left_s)
             if updates.whole and self._gate.base == given["base"]:
                 updates.refuse_older(given["version"])
                 await updates.advance(given["version"], given["run_id"])
         return self._gate.base
 
-    def _taken(self, data: Any) -> Room:
-        """Memory of this node that holds what came by value."""
-        room, self._room = self._room, None
-        if room is None or room.data.nbytes != data.size:
-            room = Room(data.size)
-        room.data.numpy()[:] = data
-        return room
+
+def _file_of(data: Any) -> HostFile:
+    """What came by value, where workers read it."""
+    file = HostFile(data.size)
+    file.data.numpy()[:] = data
+    return file

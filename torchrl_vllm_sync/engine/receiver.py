@@ -102,6 +102,12 @@ def why_not_a_plan(config: Any, *, quantised: bool = False) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
+def rank_in_replica(config: Any) -> int:
+    """A worker's rank among those of its replica, data-parallel ones included."""
+    parallel = config.parallel_config
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+
 class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUpdateInfo]):
     """One worker's end of the ``broadcast`` transport, made by vLLM when the model is loaded."""
 
@@ -153,9 +159,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
 
     @property
     def rank_in_replica(self) -> int:
-        """This worker's rank among those of its replica, data-parallel ones included."""
-        parallel = self.parallel_config
-        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+        return rank_in_replica(self)
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
         """Joins the trainer's group, and leaves the one before."""

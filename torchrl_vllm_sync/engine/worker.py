@@ -26,7 +26,12 @@ from torchrl_vllm_sync.engine.adapters import WorkerAdapters
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
 from torchrl_vllm_sync.engine.internals import spare_generators
 from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
-from torchrl_vllm_sync.engine.receiver import BroadcastInitInfo, BroadcastReceiver, why_not_a_plan
+from torchrl_vllm_sync.engine.receiver import (
+    BroadcastInitInfo,
+    BroadcastReceiver,
+    rank_in_replica,
+    why_not_a_plan,
+)
 from torchrl_vllm_sync.errors import (
     SyncError,
     TransferError,
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    from torchrl_vllm_sync.weights.adapters import Door
 
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20
@@ -355,8 +362,20 @@ class SyncWorkerExtension:
         return WorkerAdapters(self.model_runner)
 
     @answered
-    def sync_prepare_adapter(self, config: str, metadata: list[list[Any]]) -> dict[str, Any]:
-        return {"dtype": self._sync_adapters.prepare(config, from_json(metadata))}
+    def sync_prepare_adapter(
+        self,
+        config: str,
+        metadata: list[list[Any]],
+        door: Door | None,
+        replica_id: str,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        own, weights = self._sync_adapters, from_json(metadata)
+        dtype = own.prepare(config, weights)
+        if door is not None:
+            about = {"replica_id": replica_id, "rank": rank_in_replica(self.vllm_config)}
+            own.open_inbox(weights, door, about, timeout_s)
+        return {"dtype": dtype}
 
     @answered
     def sync_put_adapter(self, *version: Any) -> dict[str, Any]:
@@ -366,8 +385,8 @@ class SyncWorkerExtension:
         return {"seconds": time.perf_counter() - begin}
 
     @answered
-    def sync_give_adapter(self, lora_id: int, place: tuple[str, int]) -> None:
-        self._sync_adapters.give(lora_id, place)
+    def sync_give_adapter(self, lora_id: int, path: str) -> None:
+        self._sync_adapters.give(lora_id, path)
 
     def _sync_held(self, digest: str) -> list[torch.Tensor]:
         """What an audit of such weights compares, those of an adapter if they are that."""
@@ -490,9 +509,7 @@ class SyncWorkerExtension:
         parts = self._native_open_parts()
         self._sync_touched = parts > 0
         if isinstance(update_info, list):
-            parallel = self.vllm_config.parallel_config
-            own = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            update_info = update_info[own]
+            update_info = update_info[rank_in_replica(self.vllm_config)]
         info = dict(update_info)
         parsed = engine.parse_update_info(dict(info))
         if isinstance(engine, BroadcastReceiver):

@@ -6,16 +6,14 @@ import itertools
 import json
 import math
 import operator
-import os
 import time
 import uuid
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from torchrl_vllm_sync.checks import check_integer, first_few
+from torchrl_vllm_sync.checks import Deadline, check_integer, first_few
 from torchrl_vllm_sync.errors import (
     ServerError,
     TransferError,
@@ -33,13 +31,13 @@ from torchrl_vllm_sync.weights.module import (
     to_json,
     unwrap,
 )
-from torchrl_vllm_sync.weights.p2p.memory import HostMemory, this_node
+from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, page_lock, this_node
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
-from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.source import MappingSource, device_uuid, unreachable
 from torchrl_vllm_sync.weights.transport import ask, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push
@@ -51,6 +49,9 @@ PREPARE_TIMEOUT_S = 60.0
 _HALVES = "lora_A", "lora_B"
 # PEFT's configuration as JSON, and the tensors' metadata in JSON form.
 Kind: TypeAlias = tuple[str, list[list[Any]]]
+# Where workers hand over memory that an adapter is written to: the ``path`` of a ``Handover``, a
+# ``token`` of this memory, and its ``device_type``: theirs, or that of the host.
+Door: TypeAlias = dict[str, str]
 # What PEFT adds to weights by other means than two matrices of a linear layer; the rest of what an
 # engine cannot do, vLLM itself knows.
 _BESIDE = ("modules_to_save", "trainable_token_indices", "target_parameters")
@@ -178,75 +179,96 @@ class Adapter:
     num_bytes: int  # of all of them, one after the other, in the engines' dtype
 
 
-class Room:
-    """Memory of this node for one version after the other, which other processes map, too."""
+@dataclass(slots=True)
+class Reached:
+    """A replica whose workers are prepared for adapters of a kind."""
 
-    def __init__(self, num_bytes: int, place: tuple[str, int] | None = None) -> None:
-        if place is None:
-            memory = HostMemory(num_bytes)
-            weakref.finalize(self, memory.close)
-            place = memory.path, os.stat(memory.path).st_ino
-        self.place, self.is_read = place, False
-        try:
-            self.data = torch.from_file(place[0], shared=True, size=num_bytes, dtype=torch.uint8)
-            is_other = os.stat(place[0]).st_ino != place[1]  # which has got its number since
-        except (OSError, RuntimeError) as error:
-            raise TransferError(f"an adapter cannot be mapped: {error}") from error
-        if is_other:
-            raise TransferError("an adapter cannot be mapped: its trainer has let go of it")
-
-    def pin(self) -> Room:
-        """Locks its pages, so that GPUs copy to and from them directly."""
-        cuda: Any = torch.cuda.cudart()
-        address = self.data.data_ptr()
-        try:
-            torch.cuda.check_error(cuda.cudaHostRegister(address, self.data.nbytes, 0))
-        except RuntimeError as error:
-            raise TransferError(f"an adapter's memory cannot be page-locked: {error}") from error
-        weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
-        return self
+    dtype: torch.dtype
+    token: str
+    inboxes: list[torch.Tensor]  # memory of its workers; none on another node
+    holds: torch.Tensor | None = None  # what was written there last
 
 
 class AdapterSender:
-    """Brings adapters to all replicas: in memory of this node, or by value to other nodes."""
+    """Writes adapters into memory of every worker of this node, and sends them by value to others.
+
+    The memory of a replica that failed may be read late: it is not written again, but replaced.
+    """
 
     name, is_collective, last_version = "adapters", False, 0
 
     def __init__(self, base: Callable[[], int]) -> None:
         self.run_id, self._base = uuid.uuid4().hex, base
-        # What a replica's actor said to being asked for an adapter of such a kind.
-        self._known: dict[tuple[str, str, str], dict[str, str]] = {}
+        # By its actor's incarnation and what the adapter is.
+        self._known: dict[tuple[str, Any], Reached] = {}
         # Of each adapter the newest version, for replicas that restart while no other serves.
-        self._newest: dict[str, tuple[Adapter, Kind, Room]] = {}
-        # What nobody reads any more.
-        self._free: list[Room] = []
-        self._packed: Room | None = None  # what :meth:`send` is about to send
+        self._newest: dict[str, tuple[Adapter, Kind, torch.Tensor]] = {}
+        self._packed: torch.Tensor | None = None  # what :meth:`send` is about to send
         self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
+        self._handover: Handover | None = None
 
     def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
         """Replicas that may lack an adapter: they came since one was sent, or missed a push."""
-        asked = {incarnation for incarnation, *_ in self._known}
-        return [n for n, one in incarnations.items() if asked and (one not in asked or n in missed)]
+        asked = {incarnation for incarnation, _ in self._known}
+        return [
+            name
+            for name, one in incarnations.items()
+            if self._newest and (one not in asked or name in missed)
+        ]
+
+    def _kind_of(self, source: AdapterSource) -> Any:
+        (_, one), *_ = source.views()
+        return source.config, self._forms(source.metadata())[0], one.device
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Asks replicas whether they can hold such an adapter; raises if their model cannot."""
         if not isinstance(source, AdapterSource):
             return
         members.choose(members.silent)
-        digest, metadata = self._forms(source.metadata())
-        kind = source.config, digest
-        new = {n: one for n, one in members.incarnations.items() if (one, *kind) not in self._known}
-        if new:
-            calls = dict.fromkeys(new, (source.config, metadata))
-            answers = ask(members.client, "prepare_adapter", calls, PREPARE_TIMEOUT_S)
-            for one in answers.values():
-                if isinstance(one, (UnsupportedArgumentError, WeightMismatchError, ServerError)):
-                    raise one
-            members.drop(failed(answers))
-            for name in answers.keys() - failed(answers).keys():
-                self._known[(new[name], *kind)] = answers[name]
+        kind, present = self._kind_of(source), {*members.incarnations.values()}
+        self._known = {key: one for key, one in self._known.items() if key[0] in present}
+        if any((one, kind) not in self._known for one in present):
+            self._prepare(members, source, kind)
         if not members.incarnations:
             raise TransferError(f"no replica can be reached: {members.missing}")
+
+    def _prepare(self, members: Members, source: AdapterSource, kind: Any) -> None:
+        """Asks those that do not know such an adapter, and maps the memory that they give."""
+        deadline, device = Deadline(PREPARE_TIMEOUT_S), kind[-1]
+        engines, own = members.describe(), {device_uuid(device)}
+        handover = self._handover = self._handover or Handover()
+        metadata, calls = self._forms(source.metadata())[1], dict[str, Any]()
+        for name, incarnation in members.incarnations.items():
+            if (incarnation, kind) in self._known:
+                continue
+            door: Door | None = None
+            engine = engines[name]
+            if engine.node_id == this_node():
+                is_near = engine.device_type == device.type
+                is_near = is_near and not unreachable(own, engine.device_uuids)
+                where = device.type if is_near else "cpu"
+                door = {"path": handover.path, "token": uuid.uuid4().hex, "device_type": where}
+            calls[name] = source.config, metadata, door
+        answers = ask(members.client, "prepare_adapter", calls, deadline.left_s)
+        for one in answers.values():
+            if isinstance(one, (UnsupportedArgumentError, WeightMismatchError, ServerError)):
+                raise one
+        members.drop(failed(answers))
+        expected, found = set[tuple[Any, ...]](), dict[str, Reached]()
+        for name in answers.keys() - failed(answers).keys():
+            token = (calls[name][-1] or {}).get("token", "")
+            ranks = range(engines[name].num_workers) if token else ()
+            expected |= {(name, rank, token) for rank in ranks}
+            found[name] = Reached(getattr(torch, answers[name]), token, [])
+        size = sum(one.num_elements for one in source.metadata())
+        for (name, *_), descriptors in handover.take_all(expected, deadline.at, "token"):
+            one, is_near = found[name], calls[name][-1]["device_type"] == device.type
+            on, num_bytes = device if is_near else torch.device("cpu"), size * one.dtype.itemsize
+            given = MappedMemory(num_bytes, on, descriptors)
+            if not is_near:
+                page_lock(given)
+            one.inboxes.append(given.data.view(one.dtype))
+        self._known |= {(members.incarnations[name], kind): one for name, one in found.items()}
 
     def look(self, source: AdapterSource) -> AdapterSource:
         """Has it find its parameters, which may be others than before."""
@@ -254,36 +276,41 @@ class AdapterSender:
         return source
 
     def pack(self, source: AdapterSource, *, allow_nonfinite: bool) -> None:
-        """Brings what is about to be sent into memory of this node, if it is known how."""
-        if self._packed is not None:  # by a push that came no further
-            self._free.append(self._packed)
-            self._packed = None
+        """Writes what is about to be sent to those that are known; none may hold NaN."""
+        kind, self._packed = self._kind_of(source), None
         if not self._known:  # before the first push
             return
-        (dtype,) = {one["dtype"] for one in self._known.values()}
-        flat = source._packed().to(getattr(torch, dtype))
+        (dtype,) = {one.dtype for one in self._known.values()}
+        flat = source._packed().to(dtype)
+        self._write(flat, [one for (_, of), one in self._known.items() if of == kind])
         if not (allow_nonfinite or math.isfinite(flat.sum(dtype=torch.float32))):
             metadata = source.metadata()  # it may have been too much for a sum
             parts = flat.split([one.num_elements for one in metadata])
             named = (one.name for one in metadata)
             FiniteCheck(MappingSource(zip(named, parts, strict=True))).end()
-        room = next((one for one in self._free if one.data.nbytes == flat.nbytes), None)
-        if room is None:
-            room = Room(flat.nbytes).pin() if flat.is_cuda else Room(flat.nbytes)
-            self._free.append(room)
-        room.data.view(flat.dtype).copy_(flat)
-        self._free.remove(room)
-        self._packed = room
+        self._packed = flat
+
+    def _write(self, flat: torch.Tensor, to: Iterable[Reached]) -> None:
+        for one in to:
+            if one.holds is not flat:
+                for inbox in one.inboxes:
+                    inbox.copy_(flat, non_blocking=True)
+                one.holds = flat
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
 
     def send(self, members: Members, push: Push) -> dict[str, Any]:
         source, begin = push.source, time.perf_counter()
         assert isinstance(source, AdapterSource)
+        kind, (digest, metadata) = self._kind_of(source), self._forms(source.metadata())
         if self._packed is None:
             self.pack(source, allow_nonfinite=push.allow_nonfinite)
-        room, self._packed = self._packed, None
-        assert room is not None
+        flat, self._packed = self._packed, None
+        assert flat is not None
+        # Only those come back that have answered.
+        to = {n: self._known.pop((one, kind)) for n, one in members.incarnations.items()}
+        self._write(flat, to.values())
         push.times.note("copy_s", begin)
-        digest, metadata = self._forms(source.metadata())
         adapter = Adapter(
             name=source.name,
             version=push.version,
@@ -291,28 +318,30 @@ class AdapterSender:
             base=self._base(),
             max_versions=source.max_versions,
             digest=digest,
-            num_bytes=room.data.nbytes,
+            num_bytes=flat.nbytes,
         )
-        kind, here, value = (source.config, digest), this_node(), None
-        nodes = {name: self._known[(n, *kind)]["node"] for name, n in members.incarnations.items()}
-        if any(node != here for node in nodes.values()):
+        value = None
+        if not all(one.inboxes for one in to.values()):
             import ray
 
-            value = ray.put(room.data.numpy())
-        calls = {n: (adapter, room.place if node == here else value) for n, node in nodes.items()}
+            value = ray.put(_bytes_of(flat))
+        calls = {name: (adapter, one.token or value) for name, one in to.items()}
         begin = time.perf_counter()
         answers = ask(members.client, "put_adapter", calls, push.timeout_s, push.confirm)
         push.times.note("send_s", begin)
-        room.is_read = bool(failed(answers))  # who gave up, or was given up, may be late
-        if len(failed(answers)) < len(answers):
-            if (known := self._newest.get(source.name)) and not known[-1].is_read:
-                self._free.append(known[-1])
-            self._newest[source.name] = adapter, (source.config, metadata), room
+        taken = to.keys() - failed(answers).keys()
+        self._known |= {(members.incarnations[name], kind): to[name] for name in taken}
+        if taken:
+            self._newest[source.name] = adapter, (source.config, metadata), flat
         return answers
 
     def newest(self) -> list[tuple[Adapter, Kind, Any]]:
         """The newest version of each adapter that was sent from here, by value."""
-        return [(one, kind, room.data.numpy()) for one, kind, room in self._newest.values()]
+        return [(one, kind, _bytes_of(flat)) for one, kind, flat in self._newest.values()]
 
     def close(self) -> None:
         """Does nothing: what was sent may be asked for."""
+
+
+def _bytes_of(flat: torch.Tensor) -> Any:
+    return flat.cpu().view(torch.uint8).numpy()

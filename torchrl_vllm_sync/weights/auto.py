@@ -15,11 +15,17 @@ from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport, IP
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import WeightSource, current_device, device_uuid, tensors_of
+from torchrl_vllm_sync.weights.source import (
+    WeightSource,
+    current_device,
+    device_uuid,
+    tensors_of,
+    unreachable,
+)
 from torchrl_vllm_sync.weights.transport import failed, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport
 
@@ -67,7 +73,7 @@ def choose_transport(
     is_local = all(one.node_id == trainer.node_id for one in places)
     if places and not why_not_p2p(trainer, engines):
         return "p2p"
-    if on_gpus and own & used and is_local and not _unreachable(own, used - own):
+    if on_gpus and own & used and is_local and not unreachable(own, used - own):
         return "ipc"
     if on_gpus and not any(own & set(one.device_uuids) for one in places):
         return "broadcast"
@@ -91,23 +97,12 @@ def why_not_p2p(trainer: Place, engines: Mapping[str, Place | EngineDescription]
             reason = "it is on another host than the trainer"
         elif one.device_type != trainer.device_type:
             reason = f"it is on {one.device_type}, the trainer on {trainer.device_type}"
-        elif one.device_type == "cuda" and (apart := _unreachable(own, one.device_uuids)):
+        elif one.device_type == "cuda" and (apart := unreachable(own, one.device_uuids)):
             reason = f"the trainer's GPU does not reach its {apart}"
         else:
             reason = one.why_not_written
         if reason:
             return f"replica {name}: {reason}"
-    return ""
-
-
-def _unreachable(own: set[str], others: Iterable[str]) -> str:
-    """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
-    gpus = range(torch.cuda.device_count())
-    visible = {device_uuid(torch.device("cuda", index)): index for index in gpus}
-    for other in visible.keys() & others:
-        for mine in visible.keys() & own - {other}:
-            if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
-                return other
     return ""
 
 

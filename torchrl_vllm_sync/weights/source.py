@@ -348,6 +348,17 @@ def device_uuid(device: torch.device) -> str:
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
+def unreachable(own: set[str], others: Iterable[str]) -> str:
+    """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
+    gpus = range(torch.cuda.device_count())
+    visible = {device_uuid(torch.device("cuda", index)): index for index in gpus}
+    for other in visible.keys() & others:
+        for mine in visible.keys() & own - {other}:
+            if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
+                return other
+    return ""
+
+
 def device_name(device: torch.device) -> str:
     """Returns a GPU's name, or how many cores of a CPU this process may use."""
     if device.type == "cuda":

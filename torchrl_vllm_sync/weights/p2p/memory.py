@@ -30,7 +30,7 @@ from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # Of each storage's first byte: what torch's allocator gives, and kernels may count on.
 ALIGNMENT = 512
@@ -308,6 +308,34 @@ class MappedMemory:
         return piece.view(tensor.dtype).view(tensor.shape)
 
 
+class HostFile:
+    """Memory of the host that other processes of this user map by its path, while this has it."""
+
+    def __init__(self, num_bytes: int, path: str = "") -> None:
+        if not path:
+            memory = HostMemory(num_bytes)
+            weakref.finalize(self, memory.close)
+            path, descriptors = memory.path, memory.export()
+        else:
+            try:
+                descriptors = [os.open(path, os.O_RDWR)]
+            except OSError as error:
+                raise TransferError(f"memory cannot be mapped: {error}") from error
+        self.path, self.data = path, MappedMemory(num_bytes, torch.device("cpu"), descriptors).data
+
+
+def page_lock(memory: MappedMemory) -> None:
+    """Lets GPUs copy to and from memory of the host directly."""
+    cuda: Any = torch.cuda.cudart()
+    address, num_bytes = memory.data.data_ptr(), memory.data.nbytes
+    try:
+        torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
+    except RuntimeError as error:
+        raise TransferError(f"memory cannot be page-locked: {error}") from error
+    # Before it is unmapped, as what was registered last ends first.
+    weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+
+
 def new_memory(
     num_bytes: int, device: torch.device, descriptors: Sequence[int] | None = None
 ) -> Memory:
@@ -384,6 +412,20 @@ class Handover:
         except TimeoutError:
             raise TransferError("memory was not handed over in time") from None
         return json.loads(said), descriptors
+
+    def take_all(
+        self, expected: set[tuple[Any, ...]], deadline: float, mark: str
+    ) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
+        """Yields what each of these replicas' workers gives; closes what comes from others."""
+        while expected:
+            said, descriptors = self.take(deadline)
+            one = tuple(said.get(key) for key in ("replica_id", "rank", mark))
+            if one in expected:
+                expected.remove(one)
+                yield one, descriptors
+            else:  # such as for a push that was given up
+                for fd in descriptors:
+                    os.close(fd)
 
     def close(self) -> None:
         self._finalizer()

@@ -308,15 +308,8 @@ class P2PTransport:
             for rank, number in enumerate(numbers)
             if number not in (known[name][0][rank] or ())
         }
-        while expected:
-            said, descriptors = self._handover.take(deadline.at)
-            one = str(said["replica_id"]), int(str(said["rank"])), int(str(said["number"]))
-            if one not in expected:  # of a push that was given up
-                for fd in descriptors:
-                    os.close(fd)
-                continue
-            expected.remove(one)
-            name, rank, number = one
+        handed = self._handover.take_all(expected, deadline.at, "number")
+        for (name, rank, number), descriptors in handed:
             worker = self._workers[name][rank]
             if shards is not None:
                 shards.new.append((worker, number, [*map(os.dup, descriptors)]))
