@@ -125,7 +125,7 @@ def test_a_replica_that_restarted_gets_memory_of_its_own(rig):
 
 def test_values_that_are_too_large_for_engines_are_refused_by_name(rig):
     pushed(rig, 1)
-    (_, first), (name, second), *_ = rig.source.views()
+    (_, first), _, (name, second), _ = rig.source.views()
     torch.nn.init.constant_(first, 1e38)  # finite, and too much for a sum
     rig.sender.pack(rig.source, allow_nonfinite=False)
     torch.nn.init.constant_(second, 3e38)  # times what it is scaled by

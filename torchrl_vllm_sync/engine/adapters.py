@@ -62,6 +62,26 @@ class Place(NamedTuple):
         return self.slots[at, 0, : self.part.shape[0], : self.part.shape[1]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where all tensors of adapters of a kind go."""
+
+    name: str
+    rank: int  # the most of them
+    places: list[Place]
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Memory of this worker for one version after the other of such adapters."""
+
+    layout: Layout
+    data: torch.Tensor  # all tensors, one after the other
+    parts: list[torch.Tensor]  # what of it goes to each place
+    was_read: Any  # event of what was enqueued last that reads it; None on a CPU
+
+
 class WorkerAdapters:
     """Adapters that a worker holds; they are put into vLLM's slots as requests need it.
 
@@ -72,13 +92,14 @@ class WorkerAdapters:
     def __init__(self, runner: Any) -> None:
         self._manager = runner.lora_manager  # vLLM's LRUCacheWorkerLoRAManager
         self._slots = self._manager._adapter_manager
-        self._layouts: dict[str, list[Place]] = {}
-        self._held: dict[int, tuple[list[Place], torch.Tensor]] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._held: dict[int, Copy] = {}
+        self._spare: list[Copy] = []  # of versions that are gone, the latest last
         self._newest: dict[str, int] = {}
         # Memory that trainers write to, by the adapter's name and their token.
         self._inboxes = defaultdict[str, dict[str, MappedMemory]](dict)
         # Of each slot whose adapter is one of these, what fills it.
-        self._filled: dict[int, tuple[list[Place], list[torch.Tensor]]] = {}
+        self._filled: dict[int, tuple[Layout, list[torch.Tensor]]] = {}
         on_gpu = self._manager.device.type == "cuda"
         self._stream = torch.cuda.Stream(self._manager.device) if on_gpu else None
         self._mapper, slots = _names_of(self._slots.model), self._slots
@@ -102,20 +123,22 @@ class WorkerAdapters:
         if bad := [f"{meta.name} {list(meta.shape)}" for meta, one in found.items() if one is None]:
             told = f"{len(bad)} of {len(metadata)} tensors have no place in the engines' model"
             raise WeightMismatchError(f"adapter {name!r}: {told}: {first_few(bad)}")
-        begins = itertools.accumulate((one.num_elements for one in metadata), initial=0)
-        self._layouts[metadata_digest(metadata)] = [
+        *begins, end = itertools.accumulate((one.num_elements for one in metadata), initial=0)
+        places = [
             one._replace(cut=(one.part.shape, one.part.stride(), at + one.part.storage_offset()))
-            for at, one in zip(begins, found.values(), strict=False)
+            for at, one in zip(begins, found.values(), strict=True)
             if one is not None
         ]
+        rank = max(min(one.shape) for one in metadata)
+        self._layouts[metadata_digest(metadata)] = Layout(name, rank, places, end)
         return dtype_name(self._manager.lora_config.lora_dtype)
 
     def open_inbox(
         self, metadata: list[ParamMeta], door: Door, about: dict[str, Any], timeout_s: float
     ) -> None:
         """Hands over memory for versions of an adapter, which a trainer will write to."""
-        num_bytes = sum(one.num_elements for one in metadata)
-        num_bytes *= self._manager.lora_config.lora_dtype.itemsize
+        layout = self._layouts[metadata_digest(metadata)]
+        num_bytes = layout.num_elements * self._manager.lora_config.lora_dtype.itemsize
         is_near = door["device_type"] == self._manager.device.type
         device = self._manager.device if is_near else torch.device("cpu")
         with contextlib.closing(new_memory(num_bytes, device)) as memory:
@@ -124,7 +147,7 @@ class WorkerAdapters:
                 page_lock(inbox)
             about = {**about, "token": door["token"]}
             hand_over(door["path"], about, memory.export(), timeout_s)
-        inboxes = self._inboxes[metadata[0].name.partition(OF)[0]]
+        inboxes = self._inboxes[layout.name]
         inboxes[door["token"]] = inbox
         for one in [*inboxes][:-2]:  # of trainers before
             del inboxes[one]
@@ -153,30 +176,44 @@ class WorkerAdapters:
         """Takes a version from an inbox or a file, beside those to keep; no step may run."""
         for one in self._held.keys() - set(keep):
             self._manager.remove_adapter(one)
-            del self._held[one]
-        layout, manager = self._layouts[digest], self._manager
-        name = layout[0].meta.name.partition(OF)[0]
-        data = self._read(name, place, num_bytes).view(manager.lora_config.lora_dtype)
-        self._held[lora_id], self._newest[name] = (layout, data), lora_id
+            self._spare = [*self._spare, self._held.pop(one)][-2:]
+        layout = self._layouts[digest]
+        if place.startswith("/"):
+            came = HostFile(num_bytes, place).data
+        elif (inbox := self._inboxes[layout.name].get(place)) is not None:
+            came = inbox.data
+        else:
+            raise TransferError("another trainer's memory has replaced the one that was written to")
+        self._held[lora_id] = self._copied(came, layout)
+        self._newest[layout.name] = lora_id
         if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
             self._activate(lora_id)
 
-    def _read(self, name: str, place: str, num_bytes: int) -> torch.Tensor:
+    def _copied(self, came: torch.Tensor, layout: Layout) -> Copy:
         """The bytes that came, in memory of this worker's own."""
-        if place.startswith("/"):
-            came = HostFile(num_bytes, place).data
-        elif (inbox := self._inboxes[name].get(place)) is not None:
-            came = inbox.data[:num_bytes]
+        dtype, device = self._manager.lora_config.lora_dtype, self._manager.device
+        found = next((one for one in self._spare if one.layout is layout), None)
+        if found is None:
+            data = torch.empty(layout.num_elements, dtype=dtype, device=device)
+            parts = [data.as_strided(*one.cut) for one in layout.places]
+            event = self._stream and torch.cuda.Event()
+            found = Copy(layout, data, parts, event)
+            self._note_read(found)
         else:
-            raise TransferError("another trainer's memory has replaced the one that was written to")
+            self._spare.remove(found)
+        came = came[: found.data.nbytes].view(dtype)
         if self._stream is None:
-            return came.clone()
-        device = self._manager.device
-        with torch.cuda.stream(self._stream):  # beside the step that GPUs are at
-            data = came.to(device, copy=True)
-        self._stream.synchronize()  # for the trainer may write again
-        data.record_stream(torch.cuda.current_stream(device))
-        return data
+            found.data.copy_(came)
+        else:  # beside the step that the GPU is at
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(found.was_read)
+                found.data.copy_(came, non_blocking=True)
+            self._stream.synchronize()  # for the trainer may write again
+        return found
+
+    def _note_read(self, copy: Copy) -> None:
+        if copy.was_read is not None:
+            copy.was_read.record(torch.cuda.current_stream(self._manager.device))
 
     def _activate(self, lora_id: int) -> None:
         self._manager.add_adapter(LoRARequest(str(lora_id), lora_id, PATH))
@@ -185,8 +222,7 @@ class WorkerAdapters:
         """What vLLM asks for when a request's adapter is not in its cache."""
         if (found := self._held.get(request.lora_int_id)) is None:
             return self._load_file(request)
-        rank = max(min(one.meta.shape) for one in found[0])
-        return LoRAModel(request.lora_int_id, rank, {})
+        return LoRAModel(request.lora_int_id, found.layout.rank, {})
 
     def _enter(self, lora: LoRAModel) -> None:
         if lora.id in self._held:  # there is nothing to be put together
@@ -204,20 +240,20 @@ class WorkerAdapters:
             return is_new
         if len(active) >= slots.lora_slots:
             active.remove_oldest()
-        at, (layout, data) = ids.index(None), self._held[lora_id]
-        if at not in self._filled or self._filled[at][0] is not layout:
+        at, held = ids.index(None), self._held[lora_id]
+        if at not in self._filled or self._filled[at][0] is not held.layout:
             for module in slots.modules.values():
                 module.reset_lora(at)
-            self._filled[at] = layout, [one.slot(at) for one in layout]
-        mine = [data.as_strided(*one.cut) for one in layout]
+            self._filled[at] = held.layout, [one.slot(at) for one in held.layout.places]
         copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        copy(self._filled[at][1], mine)
+        copy(self._filled[at][1], held.parts)
+        self._note_read(held)
         active[lora_id], ids[at] = None, lora_id
         return True
 
     def give(self, lora_id: int, path: str) -> None:
         """Writes a version's bytes into a file in memory."""
-        data = self._held[lora_id][1].view(torch.uint8)
+        data = self._held[lora_id].data.view(torch.uint8)
         HostFile(data.nbytes, path).data.copy_(data)
 
     def slices(self, digest: str) -> list[list[Any]] | None:
@@ -225,7 +261,7 @@ class WorkerAdapters:
         if (layout := self._layouts.get(digest)) is None:
             return None
         dtype = dtype_name(self._manager.lora_config.lora_dtype)
-        parts = [(one.meta.name, one.part) for one in layout]
+        parts = [(one.meta.name, one.part) for one in layout.places]
         return [
             [name, one.storage_offset(), [*one.shape], [*one.stride()], dtype, ""]
             for name, one in parts
@@ -233,14 +269,13 @@ class WorkerAdapters:
 
     def audited(self, digest: str) -> list[torch.Tensor] | None:
         """Those parts, of the newest version."""
-        if digest not in self._layouts:
+        if (layout := self._layouts.get(digest)) is None:
             return None
-        name = self._layouts[digest][0].meta.name.partition(OF)[0]
-        if (lora_id := self._newest.get(name)) is None:
-            raise TransferError(f"adapter {name!r} is not there")
+        if (lora_id := self._newest.get(layout.name)) is None:
+            raise TransferError(f"adapter {layout.name!r} is not there")
         self._activate(lora_id)
         at = self._slots.lora_index_to_id.index(lora_id)
-        return [one.slot(at) for one in self._layouts[digest]]
+        return [one.slot(at) for one in layout.places]
 
 
 def _names_of(model: Any) -> WeightsMapper | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from torchrl_vllm_sync.checks import Deadline, check_integer, first_few
 from torchrl_vllm_sync.errors import (
@@ -114,7 +115,7 @@ class AdapterSource:
             )
         self._adapter, self._metadata = adapter, list[ParamMeta]()
         self._views = list[tuple[str, torch.Tensor]]()
-        halves = [(at, layer, half) for at, layer in self._layers.items() for half in _HALVES]
+        halves = [(at, layer, half) for half in _HALVES for at, layer in self._layers.items()]
         within = f"{self.name}{OF}base_model.model."
         self._names = [f"{within}{at}.{half}.weight" for at, _, half in halves]
         self._halves = [getattr(layer, half) for _, layer, half in halves]
@@ -129,7 +130,7 @@ class AdapterSource:
 
     def _look(self) -> list[tuple[str, torch.Tensor]]:
         """Finds the parameters."""
-        weights = [half[self._adapter].weight for half in self._halves]
+        weights = [half._modules[self._adapter].weight for half in self._halves]
         if not self._views or any(map(operator.is_not, weights, [one for _, one in self._views])):
             self._views = [*zip(self._names, weights, strict=True)]
         if [(n.dtype, n.shape) for n in self._metadata] != [(n.dtype, n.shape) for n in weights]:
@@ -144,26 +145,25 @@ class AdapterSource:
         """Returns their metadata, as of then; the same list while it does not change."""
         return self._metadata
 
-    def _scales(self) -> list[float]:
-        return [layer.scaling[self._adapter] for layer in self._layers.values()]
-
-    @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the matrices, the second of each layer times what PEFT scales it by."""
-        scales = itertools.chain(*((1, scale) for scale in self._scales()))
-        for scale, (name, one) in zip(scales, self.sharded or self.views(), strict=True):
-            yield name, one.detach() if scale == 1 else one.detach() * scale
+        parts = self._packed().split([one.num_elements for one in self._metadata])
+        for meta, part in zip(self._metadata, parts, strict=True):
+            yield meta.name, part.view(meta.shape).to(meta.dtype)
 
     @torch.no_grad()
     def _packed(self) -> torch.Tensor:
-        """Returns what iteration yields, one after the other."""
-        if self.sharded is not None:
-            weights = [one for _, one in checked(self, self._metadata)]
-        else:  # by a call or two for all of them
-            weights = [one for _, one in self._views]
-            multiply: Any = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
-            weights[1::2] = multiply(weights[1::2], self._scales())
-        return torch.cat([one.reshape(-1) for one in weights])
+        """Returns what iteration yields, one after the other, by few calls for all of them."""
+        weights = self._views if self.sharded is None else checked(self.sharded, self._metadata)
+        flat = _flatten_dense_tensors([one for _, one in weights])
+        sizes = [one.num_elements for one in self._metadata[len(self._layers) :]]
+        scales = [layer.scaling[self._adapter] for layer in self._layers.values()]
+        begin = len(flat) - sum(sizes)
+        for scale, alike in itertools.groupby(zip(scales, sizes, strict=True), lambda one: one[0]):
+            num_elements = sum(size for _, size in alike)
+            flat[begin : begin + num_elements] *= scale
+            begin += num_elements
+        return flat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
