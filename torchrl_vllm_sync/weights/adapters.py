@@ -130,9 +130,12 @@ class AdapterSource:
 
     def _look(self) -> list[tuple[str, torch.Tensor]]:
         """Finds the parameters."""
-        weights = [half._modules[self._adapter].weight for half in self._halves]
-        if not self._views or any(map(operator.is_not, weights, [one for _, one in self._views])):
-            self._views = [*zip(self._names, weights, strict=True)]
+        # Quicker than attributes of modules, which are looked for in three places.
+        found = [half._modules[self._adapter]._parameters.get("weight") for half in self._halves]
+        if not self._views or any(map(operator.is_not, found, [one for _, one in self._views])):
+            found = [half[self._adapter].weight for half in self._halves]
+            self._views = [*zip(self._names, found, strict=True)]
+        weights = [one for _, one in self._views]
         if [(n.dtype, n.shape) for n in self._metadata] != [(n.dtype, n.shape) for n in weights]:
             self._metadata = [ParamMeta.of(*one) for one in self._views]
         return self._views

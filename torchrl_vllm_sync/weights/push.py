@@ -407,11 +407,11 @@ class WeightPusher:
                 while not ended.wait(SIGN_OF_LIFE_S):
                     call(replicas, "keep_push")
 
+        trainer = ProcessIdentity.current()
+        asked = call(replicas[:1], "begin_push", trainer)
         signs = threading.Thread(target=give_signs, name="push-signs-of-life", daemon=True)
         signs.start()
         try:
-            trainer = ProcessIdentity.current()
-            asked = call(replicas[:1], "begin_push", trainer)
             # Not current until they have answered that nobody else pushed.
             was_current, self._ledger.is_current = self._ledger.is_current, False
 

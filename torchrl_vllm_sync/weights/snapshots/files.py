@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -215,7 +216,11 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        pid = os.getpid()
+        return cls._of(os.getpid())
+
+    @classmethod
+    @functools.lru_cache(1)
+    def _of(cls, pid: int) -> ProcessIdentity:
         return cls(_host(), os.uname().nodename, pid, process_began(pid) or 0)
 
     def is_gone(self) -> bool | None:
