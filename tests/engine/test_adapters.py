@@ -173,6 +173,16 @@ def test_requests_in_flight_end_with_the_version_they_began_with(tuned, checkpoi
         assert [span.version for span in one.outputs[0].weight_versions] == [str(versions(one)[0])]
 
 
+def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint):
+    source = AdapterSource(adapted(checkpoint, 21))
+    version = tuned.push_weights(source).version
+    assert tuned.push_weights(source, version=version).version == version
+    changed(source.owner, 22)
+    with pytest.raises(errors.StaleVersionError, match="default:.*lora_A"):
+        tuned.push_weights(source, version=version)
+    assert tuned.push_weights(source).version == version + 1
+
+
 def test_cached_prefixes_are_those_of_one_version(tuned, checkpoint):
     model = adapted(checkpoint, 4)
     tuned.push_weights(AdapterSource(model))

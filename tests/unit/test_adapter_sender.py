@@ -10,6 +10,7 @@ import torch
 from torchrl_vllm_sync import AdapterSource, errors
 from torchrl_vllm_sync.weights.adapters import AdapterSender
 from torchrl_vllm_sync.weights.p2p.memory import MappedMemory, hand_over, new_memory, this_node
+from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Push
 
 CPU = torch.device("cpu")
@@ -121,6 +122,18 @@ def test_a_replica_that_restarted_gets_memory_of_its_own(rig):
     second = pushed(rig, 2)
     assert (first["0"] == second["0"], first["1"] == second["1"]) == (True, False)
     assert rig.sender.late(rig.incarnations, ()) == []
+
+
+def test_what_was_sent_is_recognised(rig):
+    pushed(rig, 1)
+    sent, (name, one) = rig.sender.content, rig.source.views()[1]
+    assert not sent.difference(rig.source)
+    torch.nn.init.zeros_(one)
+    assert sent.difference(rig.source) == f"1 not as they were: {name}"
+    assert sent.difference(MappingSource({name: one}))
+    other = peft.LoraConfig(r=1, target_modules=["0", "1"])
+    base = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
+    assert sent.difference(AdapterSource(peft.get_peft_model(base, other)))
 
 
 def test_values_that_are_too_large_for_engines_are_refused_by_name(rig):

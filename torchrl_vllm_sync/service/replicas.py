@@ -504,12 +504,21 @@ class Replicas(Sequence[Member]):
 
     def refresh_members(self) -> None:
         """Follows changes by other processes, so that a push reaches every serving replica."""
+        self.look_for_members()()
+
+    def look_for_members(self) -> Callable[[], None]:
+        """Begins :meth:`refresh_members`, and returns what ends it."""
         membership = self.membership  # one that joins is known to all others before it serves
         if not self.follows or membership is None:
-            return
-        report = self.start_calls("report", self.everyone()).first_answer(LOOK_TIMEOUT_S)
-        if report is None or report.membership_epoch > membership.epoch:
-            self._follow_found()
+            return lambda: None
+        asked = self.start_calls("report", self.everyone())
+
+        def follow() -> None:
+            report = asked.first_answer(LOOK_TIMEOUT_S)
+            if report is None or report.membership_epoch > membership.epoch:
+                self._follow_found()
+
+        return follow
 
     def _follow_found(self) -> None:
         try:

@@ -182,6 +182,28 @@ class Adapter:
     num_bytes: int  # of all of them, one after the other, in the engines' dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What an adapter held at a moment, as :class:`Content` of other weights."""
+
+    flat: torch.Tensor
+
+    def summed(self, source: WeightSource) -> None:
+        """Does nothing: these are the values."""
+
+    def difference(self, source: WeightSource) -> str:
+        """Returns what of ``source`` is not as it was; empty if nothing is."""
+        if not isinstance(source, AdapterSource):
+            return "it was an adapter"
+        now, metadata = source._packed().to(self.flat), source.metadata()
+        if len(now) != len(self.flat):
+            return "it was an adapter of other layers or ranks"
+        sizes = [one.num_elements for one in metadata]
+        pairs = zip(metadata, now.split(sizes), self.flat.split(sizes), strict=True)
+        changed = [meta.name for meta, one, other in pairs if not one.equal(other)]
+        return f"{len(changed)} not as they were: {first_few(changed)}" if changed else ""
+
+
 @dataclass(slots=True)
 class Reached:
     """A replica whose workers are prepared for adapters of a kind."""
@@ -207,6 +229,7 @@ class AdapterSender:
         # Of each adapter the newest version, for replicas that restart while no other serves.
         self._newest: dict[str, tuple[Adapter, Kind, torch.Tensor]] = {}
         self._packed: torch.Tensor | None = None  # what :meth:`send` is about to send
+        self.content = Packed(torch.empty(0))  # of what it sent last
         self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
         self._handover: Handover | None = None
 
@@ -310,6 +333,7 @@ class AdapterSender:
             self.pack(source, allow_nonfinite=push.allow_nonfinite)
         flat, self._packed = self._packed, None
         assert flat is not None
+        self.content = Packed(flat)
         # Only those come back that have answered.
         to = {n: self._known.pop((one, kind)) for n, one in members.incarnations.items()}
         self._write(flat, to.values())

@@ -31,7 +31,7 @@ from torchrl_vllm_sync.errors import (
     WeightSyncError,
 )
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
-from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource
+from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource, Packed
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.module import OfLast
@@ -331,7 +331,9 @@ class WeightPusher:
             refuse_steps(self)
         self.slept_s: float | None = None  # while engines sleep: what it took to begin that
         self._members, self._ledger = Members(client), VersionLedger()
-        self._pushed: dict[int | None, Content] = {}  # the last version that a replica may hold
+        self._pushed: dict[
+            int | None, Content | Packed
+        ] = {}  # the last version that a replica may hold
         self._missed: set[str] = set()
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines, self._auditor = PushDeadlines(), Auditor(client)
@@ -543,8 +545,8 @@ class WeightPusher:
 
         with contextlib.ExitStack() as stack:
             with times.measure("open_s"):
-                self._client.refresh_members()
-                was_ours = stack.enter_context(self._turn(ending))  # answered meanwhile
+                follow = self._client.look_for_members()  # answered meanwhile, as the next is
+                was_ours = stack.enter_context(self._turn(ending))
                 source = self._fitted(given)
                 is_adapter = isinstance(source, AdapterSource)
                 unchecked = options.allow_nonfinite or is_adapter
@@ -557,15 +559,16 @@ class WeightPusher:
                     )
 
                 @functools.cache
-                def confirm() -> Content:
+                def confirm() -> Content | Packed:
                     if check is not None:
                         check.end()
-                    return Content(given)
+                    return self._adapters.content if is_adapter else Content(given)
 
                 if isinstance(source, AdapterSource):
                     self._adapters.pack(source, allow_nonfinite=options.allow_nonfinite)
                 elif not isinstance(self.transport, P2PTransport):  # which does, as it writes
                     confirm()
+                follow()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()
                 if self._shares and self.slept_s is None:  # weights are written in place
