@@ -178,7 +178,7 @@ def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint)
     version = tuned.push_weights(source).version
     assert tuned.push_weights(source, version=version).version == version
     changed(source.owner, 22)
-    with pytest.raises(errors.StaleVersionError, match="default:.*lora_A"):
+    with pytest.raises(errors.StaleVersionError, match=r"default:.*lora_A"):
         tuned.push_weights(source, version=version)
     assert tuned.push_weights(source).version == version + 1
 
