@@ -201,10 +201,12 @@ def under_load(
             push = begin[index], end[index]
             window = log.arrivals[number] if log.arrivals else push
             alone, arriving = log.rate((quiet[index], begin[index])), log.rate(window)
+            still = quiet[index], quiet[index] + end[index] - begin[index]  # as long as the push
             sample = {
                 ("longest gap", "ms"): 1e3 * log.longest_gap_s(push),
                 ("normal step", "ms"): 1e3 * log.step_s(),
                 ("gap beyond a step", "ms"): 1e3 * (log.longest_gap_s(push) - log.step_s()),
+                ("longest gap undisturbed", "ms"): 1e3 * log.longest_gap_s(still),
                 ("throughput undisturbed", "tokens/s"): alone,
                 ("throughput while weights arrive", "tokens/s"): arriving,
                 ("speed while weights arrive", "%"): 100 * arriving / alone,
