@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.utils import _unravel_key_to_tuple
@@ -280,7 +282,7 @@ class RolloutStorage(LazyStackStorage):
         index = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)[-self.max_size :]
         if len(rows) > self.max_size:  # the last ones stay
             rows = rows.take(torch.arange(len(rows))[-self.max_size :])
-        rows, stored = rows.listed(), self._storage
+        stored = self._storage
         if len(index) != len(rows):
             raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
         end = max(len(stored), int(index.max()) + 1)
@@ -294,14 +296,10 @@ class RolloutStorage(LazyStackStorage):
         widths = [max(each) for each in zip(rows.widths, stored.widths, strict=True)]
         rows = rows.widened(widths, self._padding)
         stored = self._reserved(stored, end, widths)
-        places = index.tolist()
+        places = index.cpu().numpy()
         for key, leaf in rows.leaves.items():
-            column = stored.leaves[key]
-            if isinstance(leaf, torch.Tensor):
-                column[index.to(leaf.device)] = leaf
-            else:
-                for at, item in zip(places, leaf, strict=True):
-                    column[at] = item
+            is_tensor = isinstance(leaf, torch.Tensor)
+            stored.leaves[key][index.to(leaf.device) if is_tensor else places] = leaf
         self._storage = stored
         self._bump_mutation_revision()
 
@@ -312,13 +310,10 @@ class RolloutStorage(LazyStackStorage):
             room = room if room >= size else min(max(size, 2 * room), self.max_size)
             held, leaves = stored.first(len(stored)).widened(widths, self._padding), {}
             for key, leaf in held.leaves.items():
-                leaves[key] = leaf
-                if isinstance(leaf, torch.Tensor):
-                    leaves[key] = leaf.new_empty(room, *leaf.shape[1:])
-                    leaves[key][: len(stored)] = leaf
-        for leaf in leaves.values():
-            if isinstance(leaf, list):
-                leaf.extend([None] * (size - len(leaf)))
+                is_tensor = isinstance(leaf, torch.Tensor)
+                make = leaf.new_empty if is_tensor else partial(np.empty, dtype=leaf.dtype)
+                leaves[key] = make((room, *leaf.shape[1:]))
+                leaves[key][: len(stored)] = leaf
         return Columns(size, leaves, stored.kinds)
 
     def get(self, index: Any) -> TensorDict:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,15 +74,8 @@ _SECTIONS = {
 }
 
 
-class TextCell(NamedTuple):
-    """The values of a row, in the array of a column."""
-
-    array: Callable[[], np.ndarray]
-    shape: torch.Size  # of the values; of one it is ()
-    at: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _cell, (self.array()[self.at], self.shape)
+# A row's values: the texts that hold them, and where.
+_CELL = np.dtype([("texts", object), ("place", np.int64)])
 
 
 class Texts(NonTensorStack):
@@ -116,10 +108,11 @@ class Texts(NonTensorStack):
         return cls(shape, make)
 
     @classmethod
-    def cells(cls, column: Any) -> list[TextCell]:
-        """The values of any column without tensors, row by row."""
-        texts = column
-        if not isinstance(column, Texts):
+    def cells(cls, column: Any) -> np.ndarray:
+        """Of any column without tensors, for each row where its values are."""
+        if isinstance(column, Texts):
+            texts = column._clone()  # which nobody makes a stack
+        else:
             shape = column.batch_size
             if isinstance(column, NonTensorData):
                 values = [column.data] * shape.numel()
@@ -128,17 +121,20 @@ class Texts(NonTensorStack):
                 for _ in shape[1:]:
                     values = [one for several in values for one in several]
             texts = cls.of(values, shape)
-        return [TextCell(texts._array, texts.batch_size[1:], at) for at in range(len(texts))]
+        cells = np.empty(len(texts), _CELL)
+        cells["texts"].fill(texts)
+        cells["place"] = np.arange(len(texts))
+        return cells
 
     @classmethod
-    def gathered(cls, cells: Sequence[TextCell]) -> Texts:
+    def gathered(cls, cells: Sequence[Any] | np.ndarray) -> Texts:
         """Of the values of cells, which are looked at when these are."""
-        shape = (len(cells), *cells[0].shape)
+        shape = (len(cells), *cells[0]["texts"].batch_size[1:])
 
         def make() -> np.ndarray:
             values = np.empty(shape, object)
-            for at, cell in enumerate(cells):
-                values[at] = cell.array()[cell.at]
+            for at, (texts, place) in enumerate(np.asarray(cells).tolist()):
+                values[at] = texts._array()[place]
             return values
 
         return cls(shape, make)
@@ -210,12 +206,6 @@ class Texts(NonTensorStack):
         return stack._apply_nest(*args, **kwargs)
 
 
-def _cell(values: Any, shape: torch.Size) -> TextCell:
-    array = np.empty((1, *shape), object)
-    array[0] = values
-    return TextCell(lambda: array, shape, 0)
-
-
 def _for_numpy(index: Any) -> Any:
     """A copy: it is used when somebody looks, and what it is of may be another by then."""
     return copy(index.cpu().numpy() if isinstance(index, torch.Tensor) else index)
@@ -237,7 +227,7 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as flat columns: a tensor, texts, or a list with an object or ``TextCell`` for each."""
+    """Rows as flat columns: a tensor, or an array with a cell of texts or an object for each."""
 
     size: int
     leaves: dict[_Key, Any] = field(default_factory=dict)
@@ -258,9 +248,9 @@ class Columns:
         elif isinstance(value, MetaData):
             self.kinds[key] = MetaData(value.data), torch.Size([])
         elif is_non_tensor(value):
-            self.leaves[key] = value if isinstance(value, Texts) else Texts.cells(value)
+            self.leaves[key] = Texts.cells(value)
         elif isinstance(inner := getattr(value, "_tensordict", value), LazyStackedTensorDict):
-            self.leaves[key] = list(value.unbind(0))
+            self.leaves[key] = objects(value.unbind(0))
         else:
             self.kinds[key] = type(value), value.batch_size[1:]
             for name, entry in inner.items():
@@ -270,8 +260,8 @@ class Columns:
         """The rows as they were, of the same classes; tensors are shared."""
         nodes: dict[_Key, dict[str, Any]] = {key: {} for key in self.kinds}
         for key, leaf in self.leaves.items():
-            if isinstance(leaf, list):
-                leaf = Texts.gathered(leaf) if isinstance(leaf[0], TextCell) else lazy_stack(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                leaf = Texts.gathered(leaf) if leaf.dtype == _CELL else lazy_stack([*leaf])
             nodes[key[:-1]][key[-1]] = leaf
         for key, (kind, inner) in reversed(self.kinds.items()):
             if isinstance(kind, MetaData):
@@ -284,16 +274,17 @@ class Columns:
 
     def take(self, index: torch.Tensor) -> Columns:
         """Copies of rows."""
-        places = index.tolist()
+        places = index.cpu().numpy()
         leaves = {
             key: leaf.index_select(0, index.to(leaf.device))
             if isinstance(leaf, torch.Tensor)
-            else leaf[index]
-            if isinstance(leaf, Texts)
-            else [leaf[at] for at in places]
+            else leaf[places]
             for key, leaf in self.leaves.items()
         }
         return Columns(len(places), leaves, self.kinds)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self.first(self.size).rows(),)  # not all that cells are of
 
     def __len__(self) -> int:
         return self.size
@@ -304,12 +295,6 @@ class Columns:
             return self
         moved = {one: leaf.to(device) for one, leaf in self.leaves.items() if torch.is_tensor(leaf)}
         return Columns(self.size, self.leaves | moved, self.kinds)
-
-    def listed(self) -> Columns:
-        """The same rows, each with a ``TextCell`` of its own for a text."""
-        leaves = self.leaves.items()
-        cells = {key: Texts.cells(leaf) for key, leaf in leaves if isinstance(leaf, Texts)}
-        return Columns(self.size, self.leaves | cells, self.kinds)
 
     def first(self, size: int) -> Columns:
         """Views of the first rows."""
@@ -392,8 +377,9 @@ def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
 
 
 def _text_shape(leaf: Any) -> str:
-    first = (Texts.cells(leaf[:1]) if isinstance(leaf, Texts) else leaf)[0]
-    return f"texts of {[*first.shape]}" if isinstance(first, TextCell) else "no text"
+    if leaf.dtype != _CELL:
+        return "no text"
+    return f"texts of {[*leaf[0]['texts'].batch_size[1:]]}"
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
@@ -408,11 +394,10 @@ def joined(parts: list[Columns], padding: Padding) -> Columns:
         for one in parts:
             one.check()
         parts = [one.widened(widths, padding) for one in parts]
-    parts, leaves = [one.listed() for one in parts], dict[_Key, Any]()
+    leaves = dict[_Key, Any]()
     for key, leaf in first.leaves.items():
-        each = [one.leaves[key] for one in parts]
-        is_tensor = isinstance(leaf, torch.Tensor)
-        leaves[key] = torch.cat(each) if is_tensor else [*chain(*each)]
+        join: Any = torch.cat if isinstance(leaf, torch.Tensor) else np.concatenate
+        leaves[key] = join([one.leaves[key] for one in parts])
     return Columns(sum(one.size for one in parts), leaves, first.kinds)
 
 
