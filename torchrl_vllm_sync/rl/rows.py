@@ -8,10 +8,11 @@ have one shape in all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ class Texts(NonTensorStack):
         if shape:
             array = self._array
             return type(self)(shape, lambda: array()[where])
-        return NonTensorData._from_tensordict(TensorDict({}), {"data": self._array()[where]})
+        return non_tensor(self._array()[where])
 
     def _propagate_lock(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._is_locked = True
@@ -204,6 +205,11 @@ class Texts(NonTensorStack):
             return self  # there is no tensor to apply anything to
         stack: Any = super()
         return stack._apply_nest(*args, **kwargs)
+
+
+def non_tensor(value: Any) -> NonTensorData:
+    """A value in the form of an entry, without the time that its constructor takes."""
+    return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
 
 
 def _for_numpy(index: Any) -> Any:
@@ -271,6 +277,31 @@ class Columns:
                 made = kind._from_tensordict(node) if is_tensorclass(kind) else node
                 nodes[key[:-1]][key[-1]] = made
         return TensorDict(nodes[()], [self.size])
+
+    def each(self, masks: Mapping[tuple[bool, bool], torch.Tensor]) -> list[TensorDict]:
+        """The rows one by one, to be sent alone; without what pads a section that has a mask."""
+        nodes: dict[_Key, dict[str, Iterable[Any]]] = {key: {} for key in self.kinds}
+        made: list[Any] = []
+        for key, leaf in self.leaves.items():
+            if not isinstance(leaf, torch.Tensor):
+                is_text = leaf.dtype == _CELL
+                values = map(non_tensor, Texts.gathered(leaf).tolist()) if is_text else leaf
+            elif (mask := masks.get(sections(key, leaf))) is not None:
+                values = [row[at] for row, at in zip(leaf, mask, strict=True)]
+            else:
+                values = leaf.unbind(0) if leaf.ndim > 1 else [one.clone() for one in leaf]
+            nodes[key[:-1]][key[-1]] = values
+        for key, (kind, _) in reversed(self.kinds.items()):
+            if isinstance(kind, MetaData):
+                nodes[key[:-1]][key[-1]] = repeat(MetaData(not masks), self.size)
+                continue
+            columns = nodes[key]
+            rows = zip(*columns.values(), strict=True)
+            made = [TensorDict(dict(zip(columns, row, strict=True))) for row in rows]
+            if key:
+                is_class = is_tensorclass(kind)
+                nodes[key[:-1]][key[-1]] = map(kind._from_tensordict, made) if is_class else made
+        return made
 
     def take(self, index: torch.Tensor) -> Columns:
         """Copies of rows."""
