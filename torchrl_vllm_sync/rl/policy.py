@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -340,7 +340,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         said, of_row = answers.ids, answers.of_row  # and nothing of outputs, as rows may be kept
 
         def late(make: Callable[[], Any]) -> Texts:
-            return Texts.late(of_row.shape, lambda: objects(make()))
+            return Texts(of_row.shape, lambda: objects(make()))
 
         def wholes() -> list[str]:
             if ids is not None:
@@ -718,29 +718,16 @@ def _chats(prompts: list[Any], replies: list[str]) -> dict[str, Any]:
     }
 
 
-def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> dict[str, History]:
+def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> dict[str, Any]:
     """The same, as columns that are made when they are looked at."""
-    num_rows, length = len(of_row), len(chats[0])
+    length, answer = len(chats[0]), {"role": "assistant", "is_complete": True}
 
-    def messages(made: Callable[[str], np.ndarray], width: int) -> History:
-        shape = (num_rows, width)
-        entries = {
-            name: Texts.late(shape, lambda name=name: made(name))
-            for name in ("role", "content", "is_complete")
-        }
-        return History._from_tensordict(TensorDict(entries, shape))
+    def made(name: str) -> np.ndarray:
+        before = objects([one.get(name, True) for chat in chats for one in chat])
+        said = replies.tolist() if name == "content" else [answer[name]] * len(of_row)
+        return np.column_stack([before.reshape(len(chats), length)[of_row], objects(said)])
 
-    def before(name: str) -> np.ndarray:
-        flat = [one.get(name, True) for chat in chats for one in chat]
-        return objects(flat).reshape(len(chats), length)[of_row]
-
-    def after(name: str) -> np.ndarray:
-        if name == "content":
-            return objects(replies.tolist())[:, None]
-        return objects(["assistant" if name == "role" else True] * num_rows)[:, None]
-
-    return {
-        "prompt": messages(before, length),
-        "response": messages(after, 1),
-        "full": messages(lambda name: np.hstack([before(name), after(name)]), length + 1),
-    }
+    shape = (len(of_row), length + 1)
+    columns = {name: Texts(shape, partial(made, name)) for name in (*answer, "content")}
+    full: Any = History._from_tensordict(TensorDict(columns, shape))
+    return {"prompt": full[:, :length], "response": full[:, length:], "full": full}
