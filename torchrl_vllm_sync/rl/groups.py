@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,11 +93,9 @@ class GroupAdvantage(MCAdvantage):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         groups = self._dense_groups(tensordict)
         with _GROUPING:
-            waiting: dict[Any, Iterable[Any]] = {
-                group: self.queues.get(group, ()) for group in dict.fromkeys(groups or ())
-            }
-            is_dense = all(isinstance(one, _Row) for queue in waiting.values() for one in queue)
-            if groups is None or not is_dense:
+            members: dict[Any, list[int]] = {group: [] for group in groups or ()}
+            waiting = [(group, one) for group in members for one in self.queues.get(group, ())]
+            if groups is None or not all(isinstance(one, _Row) for _, one in waiting):
                 return super()._inv_call(tensordict)
             if self.verbose:
                 waits = f"{self.queued_trajectories} of {self.queued_groups} groups wait"
@@ -108,10 +105,15 @@ class GroupAdvantage(MCAdvantage):
             if ATTENTION in columns.leaves and all(columns.widths):
                 columns.check()
                 self._padding.learn(columns)
-            parts, members = _gathered(waiting)
-            num_waiting = sum(one.size for one in parts)
+            waiting.sort(key=lambda one: id(one[1].columns))  # one for all rows of a group
+            for at, (group, _) in enumerate(waiting):
+                members[group].append(at)
+            parts = []
+            for _, rows in groupby((row for _, row in waiting), key=lambda row: id(row.columns)):
+                of, places = zip(*rows, strict=True)
+                parts.append(of[0].take(torch.tensor(places)))
             columns = joined([*parts, columns], self._padding)
-            return self._complete(columns, groups, members, num_waiting)
+            return self._complete(columns, groups, members, len(waiting))
 
     def _dense_groups(self, rows: TensorDictBase) -> list[Any] | None:
         """The group of each row, if these are dense rows of one step a trajectory."""
@@ -193,21 +195,6 @@ class GroupAdvantage(MCAdvantage):
             if queue:
                 waiting = [_Row(rows, next(at)) for _ in queue]
                 self.queues[group] = deque(waiting, self.candidate_group_size)
-
-
-def _gathered(waiting: dict[Any, Iterable[_Row]]) -> tuple[list[Columns], dict[Any, list[int]]]:
-    """Columns of rows that wait, and where each group's are when these are joined."""
-    batches: dict[int, tuple[Columns, list[int], list[Any]]] = {}
-    for group, queue in waiting.items():
-        for columns, at in queue:
-            _, places, groups = batches.setdefault(id(columns), (columns, [], []))
-            places.append(at)
-            groups.append(group)
-    members: dict[Any, list[int]] = {group: [] for group in waiting}
-    for at, group in enumerate(one for *_, groups in batches.values() for one in groups):
-        members[group].append(at)
-    parts = [columns.take(torch.tensor(places)) for columns, places, _ in batches.values()]
-    return parts, members
 
 
 class RolloutStorage(LazyStackStorage):
