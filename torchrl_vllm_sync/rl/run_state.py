@@ -84,8 +84,6 @@ class RunState:
     ) -> None:
         own = None
         if collector is not None:
-            from torchrl_vllm_sync.rl.rollouts import RolloutCollector
-
             if not isinstance(collector, RolloutCollector):
                 told = f"collector must be a RolloutCollector, got {type(collector).__name__}"
                 raise UnsupportedArgumentError(told)
