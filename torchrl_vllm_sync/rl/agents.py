@@ -192,9 +192,8 @@ class AgentCollector(RolloutCollector):
         **kwargs: Any,
     ) -> None:
         counts = {"dialog_turns_per_batch": dialog_turns_per_batch, "num_samples": num_samples}
-        for name, value in (
-            counts | {"concurrency": concurrency, "max_attempts": max_attempts}
-        ).items():
+        counts |= {"concurrency": concurrency, "max_attempts": max_attempts}
+        for name, value in counts.items():
             check_integer(name, value, 1)
         check_seconds("timeout_s", timeout_s)
         for name in ("keep", "yield_completed_trajectories", "yield_only_last_steps"):

@@ -348,20 +348,18 @@ class Columns:
 
     def check_like(self, other: Columns) -> None:
         """Raises unless both have the same columns, whatever their widths."""
-        for key, (_, inner) in self.kinds.items():
-            _check_alike(key, [[*inner], [*other.kinds.get(key, (None, inner))[1]]], "of ")
+        told = {
+            key: (f"of {[*inner]}", f"of {[*other.kinds.get(key, (None, inner))[1]]}")
+            for key, (_, inner) in self.kinds.items()
+        }
         for key in [*other.leaves, *self.leaves]:
             mine, its = self.leaves.get(key), other.leaves.get(key)
             if mine is None or its is None:
                 raise RowLayoutError(key, f"{'these' if mine is None else 'earlier'} rows lack it")
-            if isinstance(mine, torch.Tensor) != isinstance(its, torch.Tensor):
-                raise RowLayoutError(key, "it is a tensor in some rows and in others not")
-            if isinstance(mine, torch.Tensor):
-                fixed = 2 if any(sections(key, mine)) else 1
-                if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
-                    _check_alike(key, [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)])
-            elif len(mine) and len(its):
-                _check_alike(key, [_text_shape(one) for one in (mine, its)])
+            told[key] = _form(key, mine), _form(key, its)
+        for key, (mine, its) in told.items():
+            if mine != its:
+                raise RowLayoutError(key, f"it is {mine} a row, in earlier rows {its}")
 
     def widened(self, widths: Sequence[int], padding: Padding) -> Columns:
         """The same rows with more columns; needs those of :meth:`check`."""
@@ -397,15 +395,12 @@ def sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
     return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
 
 
-def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
-    if told[0] != told[1]:
-        raise RowLayoutError(key, f"it is {of}{told[0]} a row, in earlier rows {told[1]}")
-
-
-def _text_shape(leaf: Any) -> str:
-    if leaf.dtype != _CELL:
-        return "no text"
-    return f"texts of {[*leaf[0]['texts'].batch_size[1:]]}"
+def _form(key: _Key, leaf: Any) -> str:
+    """What a column must have in common with others, whatever their widths."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {[*leaf.shape[2 if any(sections(key, leaf)) else 1 :]]}"
+    shape = leaf[0]["texts"].batch_size[1:] if leaf.dtype == _CELL else None
+    return "no text" if shape is None else f"texts of {[*shape]}"
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
