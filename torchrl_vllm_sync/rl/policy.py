@@ -43,7 +43,7 @@ from torchrl_vllm_sync.requests.turns import behind, end_of_turn, is_of, without
 from torchrl_vllm_sync.rl import conversations as turns
 from torchrl_vllm_sync.rl import guards
 from torchrl_vllm_sync.rl import rows as keys
-from torchrl_vllm_sync.rl.rows import Columns, Texts, non_tensor, objects
+from torchrl_vllm_sync.rl.rows import Texts, non_tensor, objects, unbound
 from torchrl_vllm_sync.service.service import AsyncVLLM
 
 logger = logging.getLogger(__name__)
@@ -487,20 +487,19 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         prompts: _Dense | None = None,
         text: dict[str, Texts] | None = None,
         stamps: dict[str, torch.Tensor] | None = None,
-        chats: dict[str, list[Any]] | None = None,
+        chats: list[ChatHistory] | None = None,
     ) -> TensorDictBase:
         """The rows of TorchRL's wrapper, and this library's entries."""
-        columns: Any = Columns.of(self._dense_rows(answers, prompts, text, stamps))
-        for name, values in (chats or {}).items():
-            columns.kinds[(self.history_key,)] = ChatHistory, torch.Size([])
-            columns.leaves[self.history_key, name] = objects(values)
+        entries = dict[Any, Any](self._dense_rows(answers, prompts, text, stamps).items())
+        if chats is not None:
+            entries[self.history_key] = chats
         masks: dict[Any, Any] = {}
         if not self.pad_output:
             is_answer = answers.dense[1]
             is_prompt = is_answer[:, :0] if prompts is None else prompts[1]
             masks = {(True, False): is_prompt, (False, True): is_answer}
             masks[True, True] = torch.hstack([is_prompt, is_answer])
-        rows = columns.each(masks)
+        rows = unbound(entries, masks)
         if self.num_samples:
             each = self.num_samples
             rows = [lazy_stack(rows[at : at + each]) for at in range(0, len(rows), each)]
@@ -705,17 +704,18 @@ def _padded(
     return padded, is_there
 
 
-def _chats(prompts: list[Any], replies: list[str]) -> dict[str, Any]:
+def _chats(prompts: list[Any], replies: list[str]) -> list[ChatHistory]:
     """What was said: before, in answer, and together. ``History`` itself is 20 times slower."""
     fixed = {"role": non_tensor("assistant"), "is_complete": non_tensor(True)}
     messages = [TensorDict({**fixed, "content": non_tensor(one)}) for one in replies]
-    before = [prompt._tensordict.unbind(0) for prompt in prompts]
-    wholes = [[*one, message] for one, message in zip(before, messages, strict=True)]
-    return {
-        "prompt": prompts,
-        "response": [History._from_tensordict(LazyStackedTensorDict(one)) for one in messages],
-        "full": [History._from_tensordict(LazyStackedTensorDict(*one)) for one in wholes],
-    }
+    made = []
+    for prompt, message in zip(prompts, messages, strict=True):
+        response = LazyStackedTensorDict(message)
+        full = LazyStackedTensorDict(*prompt._tensordict.unbind(0), message)
+        said = {"response": response, "full": full}
+        chat = {name: History._from_tensordict(one) for name, one in said.items()}
+        made.append(ChatHistory._from_tensordict(TensorDict({"prompt": prompt, **chat})))
+    return made
 
 
 def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> dict[str, Any]:

@@ -8,7 +8,7 @@ have one shape in all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
@@ -273,31 +273,6 @@ class Columns:
                 nodes[key[:-1]][key[-1]] = made
         return TensorDict(nodes[()], [self.size])
 
-    def each(self, masks: Mapping[tuple[bool, bool], torch.Tensor]) -> list[TensorDict]:
-        """The rows one by one, to be sent alone; without what pads a section that has a mask."""
-        nodes: dict[_Key, dict[str, Iterable[Any]]] = {key: {} for key in self.kinds}
-        made: list[Any] = []
-        for key, leaf in self.leaves.items():
-            if not isinstance(leaf, torch.Tensor):
-                is_text = leaf.dtype == _CELL
-                values = map(non_tensor, Texts.gathered(leaf).tolist()) if is_text else leaf
-            elif (mask := masks.get(sections(key, leaf))) is not None:
-                values = [row[at] for row, at in zip(leaf, mask, strict=True)]
-            else:
-                values = leaf.unbind(0) if leaf.ndim > 1 else [one.clone() for one in leaf]
-            nodes[key[:-1]][key[-1]] = values
-        for key, (kind, _) in reversed(self.kinds.items()):
-            if isinstance(kind, MetaData):
-                nodes[key[:-1]][key[-1]] = repeat(MetaData(not masks), self.size)
-                continue
-            columns = nodes[key]
-            rows = zip(*columns.values(), strict=True)
-            made = [TensorDict(dict(zip(columns, row, strict=True))) for row in rows]
-            if key:
-                is_class = is_tensorclass(kind)
-                nodes[key[:-1]][key[-1]] = map(kind._from_tensordict, made) if is_class else made
-        return made
-
     def take(self, index: torch.Tensor) -> Columns:
         """Copies of rows."""
         places = index.cpu().numpy()
@@ -387,6 +362,25 @@ class Columns:
                 stop = end if all(parts) else end - middle
                 leaves[key] = leaf[:, begin if parts[0] else 0 : stop if parts[1] else None]
         return Columns(self.size, leaves, self.kinds).take(index)
+
+
+def unbound(entry: Any, masks: Mapping[tuple[bool, bool], torch.Tensor], name: str = "") -> Any:
+    """Rows one by one, to be sent alone; without what pads a section that has a mask."""
+    if isinstance(entry, MetaData):  # of what is padded
+        return repeat(MetaData(not masks), len(entry))
+    if isinstance(entry, torch.Tensor):
+        if (mask := masks.get(sections((name,), entry))) is not None:
+            return [row[at] for row, at in zip(entry, mask, strict=True)]
+        return entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
+    if isinstance(entry, Texts):
+        return map(non_tensor, entry.tolist())
+    if isinstance(entry, list):
+        return entry
+    nested = getattr(entry, "_tensordict", entry).items()
+    columns = {name: unbound(one, masks, name) for name, one in nested}
+    rows = zip(*columns.values(), strict=True)
+    made = [TensorDict(dict(zip(columns, row, strict=True))) for row in rows]
+    return map(type(entry)._from_tensordict, made) if is_tensorclass(entry) else made
 
 
 def sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
