@@ -260,7 +260,7 @@ def test_texts_are_not_made_before_somebody_looks():
     looked = []
 
     def late(values):
-        return Texts((3,), lambda: looked.append(1) or objects(values))
+        return Texts.late((3,), lambda: looked.append(1) or objects(values))
 
     first, second = batches(3, 3)
     first["query"], second["query"] = late("aab"), late("bba")

@@ -111,7 +111,7 @@ def test_nothing_is_made_before_somebody_looks():
         looked.append(1)
         return objects(FLAT)
 
-    rows = rows_of(Texts((4,), make), Texts.of(list("01234567"), (4, 2)))
+    rows = rows_of(Texts.late((4,), make), Texts.of(list("01234567"), (4, 2)))
     copies = [USES[use](rows) for use in USES_OF_AN_ARRAY]
     assert looked == []
     assert {type(one.get("flat")) for one in copies} == {Texts}

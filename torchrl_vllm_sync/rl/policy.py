@@ -340,7 +340,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         said, of_row = answers.ids, answers.of_row  # and nothing of outputs, as rows may be kept
 
         def late(make: Callable[[], Any]) -> Texts:
-            return Texts(of_row.shape, lambda: objects(make()))
+            return Texts.late(of_row.shape, lambda: objects(make()))
 
         def wholes() -> list[str]:
             if ids is not None:
@@ -728,6 +728,6 @@ def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> d
         return np.column_stack([before.reshape(len(chats), length)[of_row], objects(said)])
 
     shape = (len(of_row), length + 1)
-    columns = {name: Texts(shape, partial(made, name)) for name in (*answer, "content")}
+    columns = {name: Texts.late(shape, partial(made, name)) for name in (*answer, "content")}
     full: Any = History._from_tensordict(TensorDict(columns, shape))
     return {"prompt": full[:, :length], "response": full[:, length:], "full": full}

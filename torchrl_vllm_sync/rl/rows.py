@@ -104,6 +104,11 @@ class Texts(NonTensorStack):
         return cls((len(values),) if shape is None else shape, lambda: objects(values))
 
     @classmethod
+    def late(cls, shape: Sequence[int], make: Callable[[], np.ndarray]) -> Texts:
+        """Of values that are made when they are looked at."""
+        return cls(shape, make)
+
+    @classmethod
     def cells(cls, column: Any) -> np.ndarray:
         """Of any column without tensors, for each row where its values are."""
         if isinstance(column, Texts):
