@@ -273,7 +273,7 @@ class Columns:
                 node = TensorDict(nodes[key], [self.size, *inner])
                 made = kind._from_tensordict(node) if is_tensorclass(kind) else node
                 nodes[key[:-1]][key[-1]] = made
-        return TensorDict(nodes[()], [self.size])
+        return TensorDict(nodes.get((), {}), [self.size])
 
     def take(self, index: torch.Tensor) -> Columns:
         """Copies of rows."""
