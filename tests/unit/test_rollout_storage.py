@@ -203,6 +203,7 @@ def test_a_state_holds_all_rows(kind):
     if kind == "pickle":
         other = ReplayBuffer(storage=pickle.loads(pickle.dumps(buffer.storage)))
         assert_held(other[:], given)
+        assert len(pickle.loads(pickle.dumps(RolloutStorage(4)))) == 0
         return
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)

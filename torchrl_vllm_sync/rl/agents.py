@@ -14,7 +14,6 @@ from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import IO, Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.envs import StepCounter
@@ -68,18 +67,11 @@ def session_rows(sessions: Sequence[Session], policy: vLLMWrapper) -> TensorDict
         raise UnsupportedArgumentError("sessions keep neither sampling masks nor routed experts")
     rows = [one for session in sessions for one in session.rows]
     answers = _SessionAnswers(rows, policy)
-    stamps = (
-        [one.num_messages for one in rows],
-        [one.kept for one in rows],
-        [r.forked for r in rows],
-    )
-    made = policy._dense_rows(
-        answers,
-        [one.parts[0][0] for one in rows],
-        [one.text for one in rows],
-        np.arange(len(rows)),
-        turns.stamps(*stamps),
-    )
+    told = zip(*((one.num_messages, one.kept, one.forked) for one in rows), strict=True)
+    ids = [one.parts[0][0] for one in rows]
+    text = policy._texts(answers, [one.text for one in rows], ids)
+    prompts = policy._prompts(answers, ids)
+    made = policy._dense_rows(answers, prompts, text, turns.stamps(*told), of_chats=True)
     each = [len(one.rows) for one in sessions]
     made["query"] = Texts.of([one.rows[0].text for one in sessions for _ in one.rows])
     scores = torch.tensor([one.score for one in sessions]).repeat_interleave(torch.tensor(each))
@@ -99,7 +91,9 @@ class _SessionAnswers(_Answers):
             notes[policy._judge(answer.params)[1]] = None
         note = "; ".join(filter(None, notes))
         outputs = [_as_output(one) for one in rows]
-        super().__init__(outputs, 1, policy.sampling_params, note, policy.padding_value)
+        super().__init__(
+            outputs, range(len(rows)), policy.sampling_params, note, policy.padding_value
+        )
 
     def _spread(self, of_answer: Any, unknown: float) -> list[list[Any]]:
         """A value for each token of each row, ``unknown`` where it was read."""
@@ -198,9 +192,8 @@ class AgentCollector(RolloutCollector):
         **kwargs: Any,
     ) -> None:
         counts = {"dialog_turns_per_batch": dialog_turns_per_batch, "num_samples": num_samples}
-        for name, value in (
-            counts | {"concurrency": concurrency, "max_attempts": max_attempts}
-        ).items():
+        counts |= {"concurrency": concurrency, "max_attempts": max_attempts}
+        for name, value in counts.items():
             check_integer(name, value, 1)
         check_seconds("timeout_s", timeout_s)
         for name in ("keep", "yield_completed_trajectories", "yield_only_last_steps"):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
-from itertools import count
+from functools import partial
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.utils import _unravel_key_to_tuple
@@ -92,11 +93,9 @@ class GroupAdvantage(MCAdvantage):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         groups = self._dense_groups(tensordict)
         with _GROUPING:
-            waiting: dict[Any, Iterable[Any]] = {
-                group: self.queues.get(group, ()) for group in dict.fromkeys(groups or ())
-            }
-            is_dense = all(isinstance(one, _Row) for queue in waiting.values() for one in queue)
-            if groups is None or not is_dense:
+            members: dict[Any, list[int]] = {group: [] for group in groups or ()}
+            waiting = [(group, one) for group in members for one in self.queues.get(group, ())]
+            if groups is None or not all(isinstance(one, _Row) for _, one in waiting):
                 return super()._inv_call(tensordict)
             if self.verbose:
                 waits = f"{self.queued_trajectories} of {self.queued_groups} groups wait"
@@ -106,10 +105,15 @@ class GroupAdvantage(MCAdvantage):
             if ATTENTION in columns.leaves and all(columns.widths):
                 columns.check()
                 self._padding.learn(columns)
-            parts, members = _gathered(waiting)
-            num_waiting = sum(one.size for one in parts)
+            waiting.sort(key=lambda one: id(one[1].columns))  # one for all rows of a group
+            for at, (group, _) in enumerate(waiting):
+                members[group].append(at)
+            parts = []
+            for _, rows in groupby((row for _, row in waiting), key=lambda row: id(row.columns)):
+                of, places = zip(*rows, strict=True)
+                parts.append(of[0].take(torch.tensor(places)))
             columns = joined([*parts, columns], self._padding)
-            return self._complete(columns, groups, members, num_waiting)
+            return self._complete(columns, groups, members, len(waiting))
 
     def _dense_groups(self, rows: TensorDictBase) -> list[Any] | None:
         """The group of each row, if these are dense rows of one step a trajectory."""
@@ -193,21 +197,6 @@ class GroupAdvantage(MCAdvantage):
                 self.queues[group] = deque(waiting, self.candidate_group_size)
 
 
-def _gathered(waiting: dict[Any, Iterable[_Row]]) -> tuple[list[Columns], dict[Any, list[int]]]:
-    """Columns of rows that wait, and where each group's are when these are joined."""
-    batches: dict[int, tuple[Columns, list[int], list[Any]]] = {}
-    for group, queue in waiting.items():
-        for columns, at in queue:
-            _, places, groups = batches.setdefault(id(columns), (columns, [], []))
-            places.append(at)
-            groups.append(group)
-    members: dict[Any, list[int]] = {group: [] for group in waiting}
-    for at, group in enumerate(one for *_, groups in batches.values() for one in groups):
-        members[group].append(at)
-    parts = [columns.take(torch.tensor(places)) for columns, places, _ in batches.values()]
-    return parts, members
-
-
 class RolloutStorage(LazyStackStorage):
     """A storage of dense rows for TorchRL's replay buffers: columns, copied in and out.
 
@@ -280,7 +269,7 @@ class RolloutStorage(LazyStackStorage):
         index = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)[-self.max_size :]
         if len(rows) > self.max_size:  # the last ones stay
             rows = rows.take(torch.arange(len(rows))[-self.max_size :])
-        rows, stored = rows.listed(), self._storage
+        stored = self._storage
         if len(index) != len(rows):
             raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
         end = max(len(stored), int(index.max()) + 1)
@@ -294,14 +283,10 @@ class RolloutStorage(LazyStackStorage):
         widths = [max(each) for each in zip(rows.widths, stored.widths, strict=True)]
         rows = rows.widened(widths, self._padding)
         stored = self._reserved(stored, end, widths)
-        places = index.tolist()
+        places = index.cpu().numpy()
         for key, leaf in rows.leaves.items():
-            column = stored.leaves[key]
-            if isinstance(leaf, torch.Tensor):
-                column[index.to(leaf.device)] = leaf
-            else:
-                for at, item in zip(places, leaf, strict=True):
-                    column[at] = item
+            is_tensor = isinstance(leaf, torch.Tensor)
+            stored.leaves[key][index.to(leaf.device) if is_tensor else places] = leaf
         self._storage = stored
         self._bump_mutation_revision()
 
@@ -312,13 +297,10 @@ class RolloutStorage(LazyStackStorage):
             room = room if room >= size else min(max(size, 2 * room), self.max_size)
             held, leaves = stored.first(len(stored)).widened(widths, self._padding), {}
             for key, leaf in held.leaves.items():
-                leaves[key] = leaf
-                if isinstance(leaf, torch.Tensor):
-                    leaves[key] = leaf.new_empty(room, *leaf.shape[1:])
-                    leaves[key][: len(stored)] = leaf
-        for leaf in leaves.values():
-            if isinstance(leaf, list):
-                leaf.extend([None] * (size - len(leaf)))
+                is_tensor = isinstance(leaf, torch.Tensor)
+                make = leaf.new_empty if is_tensor else partial(np.empty, dtype=leaf.dtype)
+                leaves[key] = make((room, *leaf.shape[1:]))
+                leaves[key][: len(stored)] = leaf
         return Columns(size, leaves, stored.kinds)
 
     def get(self, index: Any) -> TensorDict:

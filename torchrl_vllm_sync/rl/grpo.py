@@ -403,10 +403,7 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
 def _save(
     run: GRPORun, step: GRPOStep, tokenizer: Any, state: RunState, *, is_late: bool = False
 ) -> bool:
-    """Saves the trainer's weights where it is time, and the run; returns whether that is late.
-
-    It waits for the next push, after which engines have the trainer's weights.
-    """
+    """Saves weights where it is time, and the run after a push; returns whether that is late."""
     logging, done, last = run.config.logging, step.number + 1, run.config.num_batches
     is_due = done == last or done % (logging.checkpoint_frequency or last) == 0
     if logging.checkpoint_dir is None or not (is_due or is_late):

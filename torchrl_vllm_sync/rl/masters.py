@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from torchrl_vllm_sync.errors import UnsupportedArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 class MasterWeights(torch.optim.Optimizer):

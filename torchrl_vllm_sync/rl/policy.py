@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -17,7 +17,6 @@ import xxhash
 from tensordict import (
     LazyStackedTensorDict,
     MetaData,
-    NonTensorData,
     TensorDict,
     TensorDictBase,
     lazy_stack,
@@ -44,7 +43,7 @@ from torchrl_vllm_sync.requests.turns import behind, end_of_turn, is_of, without
 from torchrl_vllm_sync.rl import conversations as turns
 from torchrl_vllm_sync.rl import guards
 from torchrl_vllm_sync.rl import rows as keys
-from torchrl_vllm_sync.rl.rows import Texts, objects, sections
+from torchrl_vllm_sync.rl.rows import Texts, non_tensor, objects, unbound
 from torchrl_vllm_sync.service.service import AsyncVLLM
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ _FIGURES = (
 # Of the probability may be outside a sampling mask, by rounding.
 _MISSING = 1e-3
 Chat: TypeAlias = "list[dict[str, Any]]"  # messages, each with its role and content
+_Dense: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # padded tokens, and where they are
 
 
 class _Seeds:
@@ -285,18 +285,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         conversations = self._find_conversations(rows, said)
         ids, texts, stamps = self._prompt_tokens(rows, prompts[0], chats)
         answers = self._answers(ids, sampling_params, conversations)
-        ids, prompts, texts, said = map(answers.for_each_row, (ids, prompts, texts, said))
-        replies = self._decoded(answers.ids)
+        text = self._texts(answers, texts, ids)
+        replies = text["response"].tolist()
         if conversations:
-            wholes = zip(said, replies, strict=True)
+            wholes = zip(answers.for_each_row(said), replies, strict=True)
             self._finder.answered(conversations, [[*a, f"assistant:{b}"] for a, b in wholes])
-        full = self._decoded(ids, answers.ids)
-        text = {"prompt": texts, "response": replies, "full": full}
-        chat = _chats(prompts, replies)
-        entries = {self.text_key: (Text, text), self.history_key: (ChatHistory, chat)}
-        if stamps:
-            entries[keys.TURNS] = {name: answers.for_each_row(one) for name, one in stamps.items()}
-        return self._rows(answers, entries, *self._prompts(ids))
+        chats = _chats(answers.for_each_row(prompts), replies)
+        return self._rows(answers, self._prompts(answers, ids), text, stamps, chats)
 
     def answer_chats(
         self,
@@ -330,38 +325,31 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             options: dict[str, Any] = {"sampling_params": own}
             options["group_id"] = [names[at] for at in of_row]
             outputs = self._call_generate(prompt_token_ids=[ids[at] for at in of_row], **options)
-        answers = _Answers(outputs, 1, params, note, self.padding_value)
-        where, num_rows = np.array(of_row), len(of_row)
-        stamps = [len(chats[0])] * num_rows, [0] * num_rows, [False] * num_rows
-        rows = self._dense_rows(answers, ids, texts, where, turns.stamps(*stamps))
-        history = _dense_chats(chats, where, rows.get((self.text_key, "response")))
-        rows[self.history_key] = ChatHistory._from_tensordict(TensorDict(history, [num_rows]))
-        return rows
+        answers, num = _Answers(outputs, of_row, params, note, self.padding_value), len(chats)
+        stamps = turns.stamps([len(chats[0])] * num, [0] * num, [False] * num)
+        text = self._texts(answers, texts, ids)
+        prompts = self._prompts(answers, ids)
+        rows: Any = self._dense_rows(answers, prompts, text, stamps, of_chats=True)
+        history = TensorDict(_dense_chats(chats, answers.of_row, text["response"]), rows.shape)
+        return rows.set(self.history_key, ChatHistory._from_tensordict(history))
 
-    def _dense_rows(
-        self, answers: _Answers, ids: Any, texts: Sequence[str], where: np.ndarray, stamps: Any
-    ) -> TensorDict:
-        """Rows of answers to distinct prompts, with the place of each row's."""
-        num_rows = len(where)
-        prompt, is_prompt = (one[where] for one in self._prompts(ids))
-        said = answers.ids  # all that texts hold on to: rows may be kept, the outputs need not be
+    def _texts(
+        self, answers: _Answers, texts: Sequence[str], ids: Sequence[Sequence[int]] | None = None
+    ) -> dict[str, Texts]:
+        """Text of each row, made when it is looked at; of its tokens, if there are ``ids``."""
+        said, of_row = answers.ids, answers.of_row  # and nothing of outputs, as rows may be kept
 
         def late(make: Callable[[], Any]) -> Texts:
-            return Texts.late([num_rows], lambda: objects(make()))
+            return Texts.late(of_row.shape, lambda: objects(make()))
 
         def wholes() -> list[str]:
-            return self._decoded([ids[at] for at in where], said)
+            if ids is not None:
+                return self._decoded([ids[at] for at in of_row], said)
+            return [a + b for a, b in zip(prompts.tolist(), replies.tolist(), strict=True)]
 
+        prompts = late(lambda: objects(texts)[of_row])
         replies = late(lambda: self._decoded(said))
-        prompted = late(lambda: objects(texts)[where])
-        told = {"prompt": prompted, "response": replies, "full": late(wholes)}
-        entries = {self.text_key: (Text, told), keys.TURNS: stamps}
-        entries |= self._columns(answers, prompt, is_prompt, 0.0, of_chats=True)
-        for name, entry in entries.items():
-            if isinstance(entry, tuple):
-                kind, fields = entry
-                entries[name] = kind._from_tensordict(TensorDict(fields, [num_rows]))
-        return TensorDict(entries, [num_rows])
+        return {"prompt": prompts, "response": replies, "full": late(wholes)}
 
     def _asked(self, chats: Sequence[Chat], num_rows: int) -> list[Coroutine[Any, Any, list[Any]]]:
         """For each chat what sends it, so many times, and returns its ``outputs``."""
@@ -396,11 +384,7 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         texts = texts if isinstance(texts, list) else texts.tolist()
         conversations = self._find_conversations(td, [[one] for one in texts])
         answers = self._answers(texts, sampling_params, conversations)
-        texts = answers.for_each_row(texts)
-        replies = None if self.tokenizer is None else self._decoded(answers.ids)
-        full = self._cat_text(texts, replies)
-        text = {"prompt": texts, "response": replies, "full": full}
-        return self._rows(answers, {self.text_key: (Text, text)})
+        return self._rows(answers, text=self._texts(answers, texts))
 
     def _from_vllm_generate_tokens(
         self, td: TensorDictBase, sampling_params: Any, out: TensorDictBase
@@ -413,9 +397,9 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
         conversations = self._find_conversations(td, [[repr(one)] for one in ids])
         answers = self._answers(ids, sampling_params, conversations)
         if not self.pad_output:
-            return self._rows(answers, {}, *self._prompts(answers.for_each_row(ids)))
+            return self._rows(answers, self._prompts(answers, ids))
         prompt = answers.for_each_row(given)
-        return self._rows(answers, {}, prompt, prompt != self.padding_value)
+        return self._rows(answers, (prompt, prompt != self.padding_value))
 
     def _prompt_tokens(
         self, rows: Any, first: History, chats: list[Chat]
@@ -494,72 +478,78 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             outputs = self._call_generate(prompts, **options)
         else:
             outputs = self._call_generate(prompt_token_ids=prompts, **options)
-        return _Answers(outputs, self.num_samples or 1, sampling_params, note, self.padding_value)
+        of_row = np.arange(len(prompts)).repeat(self.num_samples or 1)
+        return _Answers(outputs, of_row, sampling_params, note, self.padding_value)
 
     def _rows(
         self,
         answers: _Answers,
-        entries: dict[Any, Any],
-        prompt: torch.Tensor | None = None,
-        is_prompt: torch.Tensor | None = None,
+        prompts: _Dense | None = None,
+        text: dict[str, Texts] | None = None,
+        stamps: dict[str, torch.Tensor] | None = None,
+        chats: list[ChatHistory] | None = None,
     ) -> TensorDictBase:
         """The rows of TorchRL's wrapper, and this library's entries."""
-        entries |= self._columns(answers, prompt, is_prompt, self.padding_value)
+        entries = dict[Any, Any](self._dense_rows(answers, prompts, text, stamps).items())
+        if chats is not None:
+            entries[self.history_key] = chats
+        masks: dict[Any, Any] = {}
         if not self.pad_output:
-            entries = _ragged(entries, is_prompt, answers.dense[1])
-        rows = _records(entries, len(answers.samples))
+            is_answer = answers.dense[1]
+            is_prompt = is_answer[:, :0] if prompts is None else prompts[1]
+            masks = {(True, False): is_prompt, (False, True): is_answer}
+            masks[True, True] = torch.hstack([is_prompt, is_answer])
+        rows = unbound(entries, masks)
         if self.num_samples:
             each = self.num_samples
             rows = [lazy_stack(rows[at : at + each]) for at in range(0, len(rows), each)]
         return lazy_stack(rows)
 
-    def _columns(
+    def _dense_rows(
         self,
         answers: _Answers,
-        prompt: torch.Tensor | None,
-        is_prompt: torch.Tensor | None,
-        padding: float,
+        prompts: _Dense | None,
+        text: dict[str, Texts] | None,
+        stamps: dict[str, torch.Tensor] | None,
         *,
-        of_chats: bool = False,
-    ) -> dict[Any, Any]:
-        """All tensors of all rows, padded; of prompts there may be no tokens."""
+        of_chats: bool = False,  # whose rows say nothing of prompts' log-probabilities
+    ) -> TensorDict:
+        """All rows as tensors, padded, but histories; of prompts there may be no tokens."""
         response, is_answer = answers.dense
-        versions = answers.versions()
-        tokens, stamps, masks = {"response": response}, {"response": versions}, {}
-        if prompt is not None and is_prompt is not None:
+        versions, masks = answers.versions(), {}
+        tokens, of_tokens = {"response": response}, {"response": versions}
+        if prompts is not None:
+            prompt, is_prompt = prompts
             tokens |= {"prompt": prompt, "full": torch.hstack([prompt, response])}
             masks["all_attention_mask"] = torch.hstack([is_prompt, is_answer])
             is_sampled = versions != keys.NO_VERSION
             masks["all_assistant_mask"] = torch.hstack([torch.zeros_like(is_prompt), is_sampled])
-            stamps["full"] = torch.hstack([torch.full_like(prompt, keys.NO_VERSION), versions])
-        made: dict[Any, Any] = {
-            self.tokens_key: (Tokens, tokens),
-            self.masks_key: (Masks, masks),
-            keys.POLICY_VERSIONS: stamps,
-            **answers.stamps(),
-        }
-        if self.return_log_probs:
-            of_tokens = self._log_probs(answers, prompt, padding, of_chats=of_chats)
-            made[self.log_probs_key] = LogProbs, of_tokens
-            if self.return_sampling_mask:
-                name, response = keys.SAMPLING_MASK
-                made[name] = {response: answers.masks()}
-        for one in made.values():
-            if isinstance(one, tuple):
-                one[1]["padded"] = MetaData(True)
+            of_tokens["full"] = torch.hstack([torch.full_like(prompt, keys.NO_VERSION), versions])
+        made: dict[Any, Any] = {keys.POLICY_VERSIONS: of_tokens, **answers.stamps()}
+        if stamps:
+            made[keys.TURNS] = {name: answers.for_each_row(one) for name, one in stamps.items()}
         name, full = keys.ROUTED_EXPERTS
         if masks and name in self.out_keys:
             made[name] = {full: answers.experts(masks["all_attention_mask"])}
-        return made
+        kinds: dict[Any, Any] = {self.tokens_key: (Tokens, tokens), self.masks_key: (Masks, masks)}
+        if self.return_log_probs:
+            log_probs = self._log_probs(answers, prompts, of_chats=of_chats)
+            kinds[self.log_probs_key] = LogProbs, log_probs
+            if self.return_sampling_mask:
+                name, of_response = keys.SAMPLING_MASK
+                made[name] = {of_response: answers.masks()}
+        for _, fields in kinds.values():
+            fields["padded"] = MetaData(True)
+        if text is not None:
+            kinds[self.text_key] = Text, text
+        for name, (kind, fields) in kinds.items():
+            made[name] = kind._from_tensordict(TensorDict(fields, [len(response)]))
+        return TensorDict(made, [len(response)])
 
     def _log_probs(
-        self,
-        answers: _Answers,
-        prompts: torch.Tensor | None,
-        padding: float,
-        *,
-        of_chats: bool,  # whose rows say nothing of prompts, whatever was asked of vLLM
+        self, answers: _Answers, prompts: _Dense | None, *, of_chats: bool
     ) -> dict[str, Any]:
+        padding = 0.0 if of_chats else self.padding_value
         response, _ = _padded(answers.log_probs(), torch.float32, padding)
         entries = {"response": response}
         if prompts is None:
@@ -572,17 +562,18 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
             # To the left, as the tokens; TorchRL 0.14 pads these to the right.
             prompt, _ = _padded(prompt, torch.float32, padding, on_left=True)
             if prompt.any() if self.pad_output else prompt.numel():
-                missing = prompts.shape[-1] - prompt.shape[-1]
+                missing = prompts[0].shape[-1] - prompt.shape[-1]
                 entries["prompt"] = prompt = torch.nn.functional.pad(prompt, (missing, 0))
             else:
                 prompt = None
                 _torchrl._warn_missing_vllm_prompt_logprobs()
-        full = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts)
+        full = _torchrl._assemble_generate_full_logprobs(prompt, response, prompts[0])
         return entries | {"full": full}
 
-    def _prompts(self, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of prompts, padded on the left, and where they are."""
-        return _padded(ids, torch.int64, self.padding_value, on_left=True)
+    def _prompts(self, answers: _Answers, ids: list[list[int]]) -> _Dense:
+        """The prompt of each row, padded on the left, and where its tokens are."""
+        tokens, is_there = _padded(ids, torch.int64, self.padding_value, on_left=True)
+        return tokens[answers.of_row], is_there[answers.of_row]
 
     def _unpadded(self, tokens: torch.Tensor) -> list[int]:
         return tokens[tokens != self.padding_value].tolist()
@@ -607,13 +598,13 @@ class vLLMWrapper(_TorchRLWrapper):  # noqa: N801  TorchRL's spelling
 
 
 class _Answers:
-    """What an engine has answered: a row for each sample, those of one prompt side by side."""
+    """What an engine has answered: a row for each sample, and of which prompt it is."""
 
     def __init__(
-        self, outputs: Any, num_samples: int, params: Any, note: str, padding: int
+        self, outputs: Any, of_row: Sequence[int] | np.ndarray, params: Any, note: str, padding: int
     ) -> None:
         self.outputs = outputs if isinstance(outputs, list) else [outputs]
-        self._num_samples, self.params = num_samples, params
+        self.of_row, self.params = np.asarray(of_row), params
         self._note, self._padding = note, padding
         self.samples, self._reports = list[Any](), list[tuple[Any, dict[str, Any]]]()
         for samples, marks in map(samples_of, self.outputs):
@@ -623,11 +614,11 @@ class _Answers:
 
     def for_each_row(self, of_prompts: Any) -> Any:
         if isinstance(of_prompts, torch.Tensor):
-            return of_prompts.repeat_interleave(self._num_samples, 0)
-        return [one for one in of_prompts for _ in range(self._num_samples)]
+            return of_prompts[self.of_row]
+        return [of_prompts[at] for at in self.of_row]
 
     @cached_property
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self) -> _Dense:
         """Tokens, padded on the right, and where they are."""
         return _padded(self.ids, torch.int64, self._padding)
 
@@ -702,7 +693,7 @@ def _as_list(ids: Sequence[int] | np.ndarray) -> Sequence[int]:
 
 def _padded(
     rows: Sequence[Any], dtype: torch.dtype, padding: float | None, *, on_left: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> _Dense:
     """Rows of unequal length as one tensor, and where they are, in a few operations for all."""
     lengths = torch.tensor([len(one) for one in rows])
     is_there = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -713,86 +704,30 @@ def _padded(
     return padded, is_there
 
 
-def _ragged(entries: Any, is_prompt: torch.Tensor | None, is_answer: torch.Tensor) -> Any:
-    """Entries of :func:`_records` without what pads them."""
-    both = is_answer if is_prompt is None else torch.hstack([is_prompt, is_answer])
-    masks = {(True, False): is_prompt, (False, True): is_answer, (True, True): both}
-
-    def cut(name: str, entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            return entry[0], cut(name, entry[1])
-        if isinstance(entry, dict):
-            return {one: cut(one, inner) for one, inner in entry.items()}
-        if isinstance(entry, MetaData):
-            return MetaData(False)
-        mask = masks.get(sections((name,), entry))
-        return entry if mask is None else [row[at] for row, at in zip(entry, mask, strict=True)]
-
-    return cut("", entries)
-
-
-def _chats(prompts: list[Any], replies: list[str]) -> dict[str, Any]:
+def _chats(prompts: list[Any], replies: list[str]) -> list[ChatHistory]:
     """What was said: before, in answer, and together. ``History`` itself is 20 times slower."""
-    fixed = {"role": _non_tensor("assistant"), "is_complete": _non_tensor(True)}
-    messages = [TensorDict({**fixed, "content": _non_tensor(one)}) for one in replies]
-    before = [prompt._tensordict.unbind(0) for prompt in prompts]
-    wholes = [[*one, message] for one, message in zip(before, messages, strict=True)]
-    return {
-        "prompt": prompts,
-        "response": [History._from_tensordict(LazyStackedTensorDict(one)) for one in messages],
-        "full": [History._from_tensordict(LazyStackedTensorDict(*one)) for one in wholes],
-    }
+    fixed = {"role": non_tensor("assistant"), "is_complete": non_tensor(True)}
+    messages = [TensorDict({**fixed, "content": non_tensor(one)}) for one in replies]
+    made = []
+    for prompt, message in zip(prompts, messages, strict=True):
+        response = LazyStackedTensorDict(message)
+        full = LazyStackedTensorDict(*prompt._tensordict.unbind(0), message)
+        said = {"response": response, "full": full}
+        chat = {name: History._from_tensordict(one) for name, one in said.items()}
+        made.append(ChatHistory._from_tensordict(TensorDict({"prompt": prompt, **chat})))
+    return made
 
 
-def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> dict[str, History]:
+def _dense_chats(chats: Sequence[Chat], of_row: np.ndarray, replies: Texts) -> dict[str, Any]:
     """The same, as columns that are made when they are looked at."""
-    num_rows, length = len(of_row), len(chats[0])
+    length, answer = len(chats[0]), {"role": "assistant", "is_complete": True}
 
-    def messages(made: Callable[[str], np.ndarray], width: int) -> History:
-        shape = (num_rows, width)
-        entries = {
-            name: Texts.late(shape, lambda name=name: made(name))
-            for name in ("role", "content", "is_complete")
-        }
-        return History._from_tensordict(TensorDict(entries, shape))
+    def made(name: str) -> np.ndarray:
+        before = objects([one.get(name, True) for chat in chats for one in chat])
+        said = replies.tolist() if name == "content" else [answer[name]] * len(of_row)
+        return np.column_stack([before.reshape(len(chats), length)[of_row], objects(said)])
 
-    def before(name: str) -> np.ndarray:
-        flat = [one.get(name, True) for chat in chats for one in chat]
-        return objects(flat).reshape(len(chats), length)[of_row]
-
-    def after(name: str) -> np.ndarray:
-        if name == "content":
-            return objects(replies.tolist())[:, None]
-        return objects(["assistant" if name == "role" else True] * num_rows)[:, None]
-
-    return {
-        "prompt": messages(before, length),
-        "response": messages(after, 1),
-        "full": messages(lambda name: np.hstack([before(name), after(name)]), length + 1),
-    }
-
-
-def _non_tensor(value: Any) -> NonTensorData:
-    return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
-
-
-def _records(entries: dict[Any, Any], num_rows: int) -> list[TensorDict]:
-    """Rows of columns, which may be nested: in a dict, or in a tensor class and its dict."""
-    columns: dict[Any, Any] = {}
-    for name, entry in entries.items():
-        kind, fields = entry if isinstance(entry, tuple) else (None, entry)
-        if isinstance(fields, dict):
-            made = _records(fields, num_rows)
-            columns[name] = made if kind is None else map(kind._from_tensordict, made)
-        elif isinstance(entry, torch.Tensor):  # numbers with memory of their own, to be sent alone
-            columns[name] = entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
-        elif isinstance(entry, MetaData):
-            columns[name] = itertools.repeat(entry, num_rows)
-        elif isinstance(entry, Texts):
-            columns[name] = map(_non_tensor, entry.tolist())
-        else:
-            columns[name] = map(_non_tensor, entry) if isinstance(entry[0], str) else entry
-    return [
-        TensorDict(dict(zip(columns, row, strict=True)))
-        for row in zip(*columns.values(), strict=True)
-    ]
+    shape = (len(of_row), length + 1)
+    columns = {name: Texts.late(shape, partial(made, name)) for name in (*answer, "content")}
+    full: Any = History._from_tensordict(TensorDict(columns, shape))
+    return {"prompt": full[:, :length], "response": full[:, length:], "full": full}

@@ -8,12 +8,12 @@ have one shape in all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,15 +75,8 @@ _SECTIONS = {
 }
 
 
-class TextCell(NamedTuple):
-    """The values of a row, in the array of a column."""
-
-    array: Callable[[], np.ndarray]
-    shape: torch.Size  # of the values; of one it is ()
-    at: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _cell, (self.array()[self.at], self.shape)
+# A row's values: the texts that hold them, and where.
+_CELL = np.dtype([("texts", object), ("place", np.int64)])
 
 
 class Texts(NonTensorStack):
@@ -116,10 +109,11 @@ class Texts(NonTensorStack):
         return cls(shape, make)
 
     @classmethod
-    def cells(cls, column: Any) -> list[TextCell]:
-        """The values of any column without tensors, row by row."""
-        texts = column
-        if not isinstance(column, Texts):
+    def cells(cls, column: Any) -> np.ndarray:
+        """Of any column without tensors, for each row where its values are."""
+        if isinstance(column, Texts):
+            texts = column._clone()  # which nobody makes a stack
+        else:
             shape = column.batch_size
             if isinstance(column, NonTensorData):
                 values = [column.data] * shape.numel()
@@ -128,17 +122,20 @@ class Texts(NonTensorStack):
                 for _ in shape[1:]:
                     values = [one for several in values for one in several]
             texts = cls.of(values, shape)
-        return [TextCell(texts._array, texts.batch_size[1:], at) for at in range(len(texts))]
+        cells = np.empty(len(texts), _CELL)
+        cells["texts"].fill(texts)
+        cells["place"] = np.arange(len(texts))
+        return cells
 
     @classmethod
-    def gathered(cls, cells: Sequence[TextCell]) -> Texts:
+    def gathered(cls, cells: Sequence[Any] | np.ndarray) -> Texts:
         """Of the values of cells, which are looked at when these are."""
-        shape = (len(cells), *cells[0].shape)
+        shape = (len(cells), *cells[0]["texts"].batch_size[1:])
 
         def make() -> np.ndarray:
             values = np.empty(shape, object)
-            for at, cell in enumerate(cells):
-                values[at] = cell.array()[cell.at]
+            for at, (texts, place) in enumerate(np.asarray(cells).tolist()):
+                values[at] = texts._array()[place]
             return values
 
         return cls(shape, make)
@@ -167,7 +164,7 @@ class Texts(NonTensorStack):
         if shape:
             array = self._array
             return type(self)(shape, lambda: array()[where])
-        return NonTensorData._from_tensordict(TensorDict({}), {"data": self._array()[where]})
+        return non_tensor(self._array()[where])
 
     def _propagate_lock(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._is_locked = True
@@ -210,10 +207,9 @@ class Texts(NonTensorStack):
         return stack._apply_nest(*args, **kwargs)
 
 
-def _cell(values: Any, shape: torch.Size) -> TextCell:
-    array = np.empty((1, *shape), object)
-    array[0] = values
-    return TextCell(lambda: array, shape, 0)
+def non_tensor(value: Any) -> NonTensorData:
+    """A value in the form of an entry, without the time that its constructor takes."""
+    return NonTensorData._from_tensordict(TensorDict({}), {"data": value})
 
 
 def _for_numpy(index: Any) -> Any:
@@ -229,15 +225,12 @@ def padded(rows: Any, key: NestedKey, value: int, side: str = "right") -> Any:
 
 def objects(values: Sequence[Any]) -> np.ndarray:
     """A flat array of ``values``, whatever they are."""
-    array = np.empty(len(values), object)
-    for at, value in enumerate(values):  # at once, numpy would look into lists
-        array[at] = value
-    return array
+    return np.fromiter(values, object, len(values))  # which does not look into lists
 
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as flat columns: a tensor, texts, or a list with an object or ``TextCell`` for each."""
+    """Rows as flat columns: a tensor, or an array with a cell of texts or an object for each."""
 
     size: int
     leaves: dict[_Key, Any] = field(default_factory=dict)
@@ -258,9 +251,9 @@ class Columns:
         elif isinstance(value, MetaData):
             self.kinds[key] = MetaData(value.data), torch.Size([])
         elif is_non_tensor(value):
-            self.leaves[key] = value if isinstance(value, Texts) else Texts.cells(value)
+            self.leaves[key] = Texts.cells(value)
         elif isinstance(inner := getattr(value, "_tensordict", value), LazyStackedTensorDict):
-            self.leaves[key] = list(value.unbind(0))
+            self.leaves[key] = objects(value.unbind(0))
         else:
             self.kinds[key] = type(value), value.batch_size[1:]
             for name, entry in inner.items():
@@ -270,8 +263,8 @@ class Columns:
         """The rows as they were, of the same classes; tensors are shared."""
         nodes: dict[_Key, dict[str, Any]] = {key: {} for key in self.kinds}
         for key, leaf in self.leaves.items():
-            if isinstance(leaf, list):
-                leaf = Texts.gathered(leaf) if isinstance(leaf[0], TextCell) else lazy_stack(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                leaf = Texts.gathered(leaf) if leaf.dtype == _CELL else lazy_stack([*leaf])
             nodes[key[:-1]][key[-1]] = leaf
         for key, (kind, inner) in reversed(self.kinds.items()):
             if isinstance(kind, MetaData):
@@ -280,20 +273,21 @@ class Columns:
                 node = TensorDict(nodes[key], [self.size, *inner])
                 made = kind._from_tensordict(node) if is_tensorclass(kind) else node
                 nodes[key[:-1]][key[-1]] = made
-        return TensorDict(nodes[()], [self.size])
+        return TensorDict(nodes.get((), {}), [self.size])
 
     def take(self, index: torch.Tensor) -> Columns:
         """Copies of rows."""
-        places = index.tolist()
+        places = index.cpu().numpy()
         leaves = {
             key: leaf.index_select(0, index.to(leaf.device))
             if isinstance(leaf, torch.Tensor)
-            else leaf[index]
-            if isinstance(leaf, Texts)
-            else [leaf[at] for at in places]
+            else leaf[places]
             for key, leaf in self.leaves.items()
         }
         return Columns(len(places), leaves, self.kinds)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self.first(self.size).rows(),)  # not all that cells are of
 
     def __len__(self) -> int:
         return self.size
@@ -304,12 +298,6 @@ class Columns:
             return self
         moved = {one: leaf.to(device) for one, leaf in self.leaves.items() if torch.is_tensor(leaf)}
         return Columns(self.size, self.leaves | moved, self.kinds)
-
-    def listed(self) -> Columns:
-        """The same rows, each with a ``TextCell`` of its own for a text."""
-        leaves = self.leaves.items()
-        cells = {key: Texts.cells(leaf) for key, leaf in leaves if isinstance(leaf, Texts)}
-        return Columns(self.size, self.leaves | cells, self.kinds)
 
     def first(self, size: int) -> Columns:
         """Views of the first rows."""
@@ -337,20 +325,18 @@ class Columns:
 
     def check_like(self, other: Columns) -> None:
         """Raises unless both have the same columns, whatever their widths."""
-        for key, (_, inner) in self.kinds.items():
-            _check_alike(key, [[*inner], [*other.kinds.get(key, (None, inner))[1]]], "of ")
+        told = {
+            key: (f"of {[*inner]}", f"of {[*other.kinds.get(key, (None, inner))[1]]}")
+            for key, (_, inner) in self.kinds.items()
+        }
         for key in [*other.leaves, *self.leaves]:
             mine, its = self.leaves.get(key), other.leaves.get(key)
             if mine is None or its is None:
                 raise RowLayoutError(key, f"{'these' if mine is None else 'earlier'} rows lack it")
-            if isinstance(mine, torch.Tensor) != isinstance(its, torch.Tensor):
-                raise RowLayoutError(key, "it is a tensor in some rows and in others not")
-            if isinstance(mine, torch.Tensor):
-                fixed = 2 if any(sections(key, mine)) else 1
-                if mine.shape[fixed:] != its.shape[fixed:] or mine.dtype != its.dtype:
-                    _check_alike(key, [f"{one.dtype} {[*one.shape[1:]]}" for one in (mine, its)])
-            elif len(mine) and len(its):
-                _check_alike(key, [_text_shape(one) for one in (mine, its)])
+            told[key] = _form(key, mine), _form(key, its)
+        for key, (mine, its) in told.items():
+            if mine != its:
+                raise RowLayoutError(key, f"it is {mine} a row, in earlier rows {its}")
 
     def widened(self, widths: Sequence[int], padding: Padding) -> Columns:
         """The same rows with more columns; needs those of :meth:`check`."""
@@ -380,20 +366,37 @@ class Columns:
         return Columns(self.size, leaves, self.kinds).take(index)
 
 
+def unbound(entry: Any, masks: Mapping[tuple[bool, bool], torch.Tensor], name: str = "") -> Any:
+    """Rows one by one, to be sent alone; without what pads a section that has a mask."""
+    if isinstance(entry, MetaData):  # of what is padded
+        return repeat(MetaData(not masks), len(entry))
+    if isinstance(entry, torch.Tensor):
+        if (mask := masks.get(sections((name,), entry))) is not None:
+            return [row[at] for row, at in zip(entry, mask, strict=True)]
+        return entry.unbind(0) if entry.ndim > 1 else [one.clone() for one in entry]
+    if isinstance(entry, Texts):
+        return map(non_tensor, entry.tolist())
+    if isinstance(entry, list):
+        return entry
+    nested = getattr(entry, "_tensordict", entry).items()
+    columns = {name: unbound(one, masks, name) for name, one in nested}
+    rows = zip(*columns.values(), strict=True)
+    made = [TensorDict(dict(zip(columns, row, strict=True))) for row in rows]
+    return map(type(entry)._from_tensordict, made) if is_tensorclass(entry) else made
+
+
 def sections(key: _Key, leaf: Any) -> tuple[bool, bool]:
     """Whether a column has the places of prompts, and those of responses."""
     has_columns = isinstance(leaf, torch.Tensor) and leaf.ndim > 1
     return _SECTIONS.get(key[-1], (False, False)) if has_columns else (False, False)
 
 
-def _check_alike(key: _Key, told: Sequence[object], of: str = "") -> None:
-    if told[0] != told[1]:
-        raise RowLayoutError(key, f"it is {of}{told[0]} a row, in earlier rows {told[1]}")
-
-
-def _text_shape(leaf: Any) -> str:
-    first = (Texts.cells(leaf[:1]) if isinstance(leaf, Texts) else leaf)[0]
-    return f"texts of {[*first.shape]}" if isinstance(first, TextCell) else "no text"
+def _form(key: _Key, leaf: Any) -> str:
+    """What a column must have in common with others, whatever their widths."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {[*leaf.shape[2 if any(sections(key, leaf)) else 1 :]]}"
+    shape = leaf[0]["texts"].batch_size[1:] if leaf.dtype == _CELL else None
+    return "no text" if shape is None else f"texts of {[*shape]}"
 
 
 def joined(parts: list[Columns], padding: Padding) -> Columns:
@@ -408,11 +411,10 @@ def joined(parts: list[Columns], padding: Padding) -> Columns:
         for one in parts:
             one.check()
         parts = [one.widened(widths, padding) for one in parts]
-    parts, leaves = [one.listed() for one in parts], dict[_Key, Any]()
+    leaves = dict[_Key, Any]()
     for key, leaf in first.leaves.items():
-        each = [one.leaves[key] for one in parts]
-        is_tensor = isinstance(leaf, torch.Tensor)
-        leaves[key] = torch.cat(each) if is_tensor else [*chain(*each)]
+        join: Any = torch.cat if isinstance(leaf, torch.Tensor) else np.concatenate
+        leaves[key] = join([one.leaves[key] for one in parts])
     return Columns(sum(one.size for one in parts), leaves, first.kinds)
 
 

@@ -84,8 +84,6 @@ class RunState:
     ) -> None:
         own = None
         if collector is not None:
-            from torchrl_vllm_sync.rl.rollouts import RolloutCollector
-
             if not isinstance(collector, RolloutCollector):
                 told = f"collector must be a RolloutCollector, got {type(collector).__name__}"
                 raise UnsupportedArgumentError(told)
@@ -120,12 +118,9 @@ class RunState:
             PacingTimeoutError: What a collector was handing on did not get to its buffer in time.
         """
         root, (rank, num_ranks) = Path(directory), _place()
-        told: list[Any] = [None]
-        with _together(root):
+        with _together(root) as told:
             if rank == 0:
-                told = [_begun(root, step)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(told)
+                told.append(_begun(root, step))
         (number,) = told
         name = f"{number:08d}"
         folder = root / (UNFINISHED + name)
@@ -137,15 +132,14 @@ class RunState:
             torch.save(self._state(), folder / f"rank-{rank}.pt")
             _fsync(folder / f"rank-{rank}.pt")
         self._access(state_dict_saver.save, folder)
-        if rank == 0:
-            about = self._about() | {"step": number, "num_ranks": num_ranks}
-            (folder / ABOUT).write_text(json.dumps(about | {"files": _sums(folder)}))
-            for one in (folder / ABOUT, folder / MODEL, folder):
-                _fsync(one)
-            folder.rename(root / (SAVED + name))
-            _fsync(root)
-        if dist.is_initialized():
-            dist.barrier()
+        with _together(root):
+            if rank == 0:
+                about = self._about() | {"step": number, "num_ranks": num_ranks}
+                (folder / ABOUT).write_text(json.dumps(about | {"files": _sums(folder)}))
+                for one in (folder / ABOUT, folder / MODEL, folder):
+                    _fsync(one)
+                folder.rename(root / (SAVED + name))
+                _fsync(root)
         return root / (SAVED + name)
 
     def load(self, directory: str | os.PathLike[str], *, audit: bool = True) -> int:
@@ -321,19 +315,20 @@ def _require(folder: Path, name: str, mine: Any, saved: Any) -> None:
 
 
 @contextlib.contextmanager
-def _together(root: Path) -> Iterator[None]:
-    """What fails on one rank fails on all, which would wait for it."""
-    problem = None
+def _together(root: Path) -> Iterator[list[Any]]:
+    """What fails on one rank fails on all; what the first puts into the list, all get."""
+    problem, given = None, list[Any]()
     try:
-        yield
+        yield given
     except Exception as error:  # noqa: BLE001  raised below
         problem = error
     if dist.is_initialized():
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, problem and str(problem))
-        for rank, one in enumerate(told):
+        dist.all_gather_object(told, (problem and str(problem), given))
+        for rank, (one, _) in enumerate(told):
             if one is not None and problem is None:
                 raise RunStateError(str(root), f"rank {rank}: {one}")
+        given[:] = told[0][1]
     if problem is not None:
         raise problem
 

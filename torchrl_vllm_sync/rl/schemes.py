@@ -39,10 +39,7 @@ ModelMetadata: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
 
 
 class VLLMWeightSender(WeightUpdater):
-    """An updater under the names of TorchRL's senders; ``scheme.create_sender()`` makes it.
-
-    One of a directory stores while it is not connected to a service.
-    """
+    """An updater under the names of TorchRL's senders; one of a directory also stores."""
 
     def __init__(self, scheme: ServiceScheme) -> None:
         super().__init__(None, transport=scheme.new_transport(), **asdict(scheme.options))

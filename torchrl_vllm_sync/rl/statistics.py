@@ -430,10 +430,7 @@ def _mismatch(rows: TensorDictBase) -> dict[str, float]:
 
 
 class GPUUse:
-    """Polls NVML for the share of time in which each GPU that CUDA may use runs anything.
-
-    NVML averages over the last 1/6 s to 1 s: only longer times say something.
-    """
+    """Polls the share of time, of the last second or less, in which each GPU runs anything."""
 
     def __init__(self) -> None:
         self._polls = deque[tuple[float, list[float]]](maxlen=50_000)  # a quarter of an hour's

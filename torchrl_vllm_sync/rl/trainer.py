@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
@@ -358,12 +358,12 @@ class TrainerPolicy(LLMWrapperBase):
         """The hidden states [N, H] that predict the scored tokens."""
         inner: Any = base_model(self.model)
 
-        def one(ids: Tensor, predicts: Tensor, experts: Tensor, *places: Tensor) -> Tensor:
+        def one(ids: Tensor, predicts: Tensor, experts: Tensor, *places: Tensor) -> tuple[Tensor]:
             with self._replaying(experts):
-                return inner.base_model(**_input(ids, *places)).last_hidden_state[predicts]
+                return (inner.base_model(**_input(ids, *places)).last_hidden_state[predicts],)
 
         step = self.micro_batch or len(rows.ids)
-        return torch.cat(_each(one, [given for given, _ in rows.parts(step, packed=self.packed)]))
+        return _each(one, [given for given, _ in rows.parts(step, packed=self.packed)])[0]
 
     def _scores_by_head(self, states: Tensor, masks: list[Tensor], targets: Tensor) -> _Found:
         inner: Any = base_model(self.model)
@@ -373,8 +373,7 @@ class TrainerPolicy(LLMWrapperBase):
             return _scored(head(states), self.temperature, *of_tokens)
 
         given = [states, targets, *masks]
-        chunks = zip(*(one.split(self.chunk_tokens) for one in given), strict=True)
-        return _joined(_each(one, list(chunks)))
+        return _each(one, [*zip(*(one.split(self.chunk_tokens) for one in given), strict=True)])
 
     def _scores_by_model(self, rows: _Rows, masks: list[Tensor], targets: Tensor) -> _Found:
         step = min(self.micro_batch or len(rows.ids), self.chunk_tokens // max(*rows.ends, 1) or 1)
@@ -393,7 +392,7 @@ class TrainerPolicy(LLMWrapperBase):
         counts = [num for _, num in parts]
         splits = zip(*(one.split(counts) for one in (targets, *masks)), strict=True)
         runs = [(own, *given) for (given, _), own in zip(parts, splits, strict=True)]
-        return _joined(_each(one, runs))
+        return _each(one, runs)
 
 
 class TokenDistribution(torch.distributions.Distribution):
@@ -554,30 +553,22 @@ def _contexts_of_layers() -> tuple[Any, Any]:
     return nullcontext(), _EachTime(_REPLAY.get())
 
 
-class _EachTime:
+class _EachTime(ExitStack):
     """A context that is made anew whenever it is entered, as for each backward of one graph."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
         self._make = make
-        self._entered: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._entered.append(self._make())
-        return self._entered[-1].__enter__()
-
-    def __exit__(self, *error: object) -> Any:
-        return self._entered.pop().__exit__(*error)
+        return self.enter_context(self._make())
 
 
-def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Runs the parts one by one; only the last, with which backward begins, is kept for it."""
+def _each(run: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> Any:
+    """Joins what the parts give; only the last, with which backward begins, is kept for it."""
     again = partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run
-    return [*(again(*part) for part in parts[:-1]), run(*parts[-1])]
-
-
-def _joined(scores: list[_Found]) -> _Found:
-    log_probs, entropies = zip(*scores, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies)
+    found = [*(again(*part) for part in parts[:-1]), run(*parts[-1])]
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def _padded(tensordict: Any, key: NestedKey) -> Tensor:
