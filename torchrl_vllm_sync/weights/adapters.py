@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -231,7 +232,6 @@ class AdapterSender:
         self._packed: torch.Tensor | None = None  # what :meth:`send` is about to send
         self.content = Packed(torch.empty(0))  # of what it sent last
         self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
-        self._handover: Handover | None = None
 
     def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
         """Replicas that may lack an adapter: they came since one was sent, or missed a push."""
@@ -254,15 +254,17 @@ class AdapterSender:
         kind, present = self._kind_of(source), {*members.incarnations.values()}
         self._known = {key: one for key, one in self._known.items() if key[0] in present}
         if any((one, kind) not in self._known for one in present):
-            self._prepare(members, source, kind)
+            with contextlib.closing(Handover()) as handover:
+                self._prepare(members, source, kind, handover)
         if not members.incarnations:
             raise TransferError(f"no replica can be reached: {members.missing}")
 
-    def _prepare(self, members: Members, source: AdapterSource, kind: Any) -> None:
+    def _prepare(
+        self, members: Members, source: AdapterSource, kind: Any, handover: Handover
+    ) -> None:
         """Asks those that do not know such an adapter, and maps the memory that they give."""
         deadline, device = Deadline(PREPARE_TIMEOUT_S), kind[-1]
         engines, own = members.describe(), {device_uuid(device)}
-        handover = self._handover = self._handover or Handover()
         metadata, calls = self._forms(source.metadata())[1], dict[str, Any]()
         for name, incarnation in members.incarnations.items():
             if (incarnation, kind) in self._known:
