@@ -108,6 +108,16 @@ def test_memory_of_a_push_that_was_broken_off_is_not_written_again(rig):
     assert not {*first.values()} & {*pushed(rig, 3).values()}
 
 
+def test_pushes_in_inference_mode_and_outside_go_on_with_the_same_memory(rig):
+    with torch.inference_mode():
+        rig.sender.open(rig, rig.source)
+        rig.sender.send(rig, Push(rig.source, 1, 1.0))
+    first = pushed(rig, 2)
+    with torch.inference_mode():
+        rig.sender.pack(rig.source, allow_nonfinite=False)
+    assert pushed(rig, 3) == first
+
+
 def test_a_push_that_came_no_further_is_not_what_the_next_one_sends(rig):
     first = pushed(rig, 1)
     for _ in range(3):

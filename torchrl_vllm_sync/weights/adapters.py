@@ -316,6 +316,7 @@ class AdapterSender:
             FiniteCheck(MappingSource(zip(named, parts, strict=True))).end()
         self._packed = flat
 
+    @torch.inference_mode()  # in which the first push may have been, and its memory mapped
     def _write(self, flat: torch.Tensor, to: Iterable[Reached]) -> None:
         for one in to:
             if one.holds is not flat:
