@@ -146,6 +146,14 @@ def test_what_was_sent_is_recognised(rig):
     assert sent.difference(AdapterSource(peft.get_peft_model(base, other)))
 
 
+def test_what_was_sent_is_recognised_where_it_is_no_number(rig):
+    pushed(rig, 1)
+    torch.nn.init.constant_(rig.source.views()[1][1], torch.nan)
+    rig.sender.pack(rig.source, allow_nonfinite=True)
+    rig.sender.send(rig, Push(rig.source, 2, 1.0, allow_nonfinite=True))
+    assert not rig.sender.content.difference(rig.source)
+
+
 def test_values_that_are_too_large_for_engines_are_refused_by_name(rig):
     pushed(rig, 1)
     (_, first), _, (name, second), _ = rig.source.views()

@@ -200,7 +200,11 @@ class Packed:
             return "it was an adapter of other layers or ranks"
         sizes = [one.num_elements for one in metadata]
         pairs = zip(metadata, now.split(sizes), self.flat.split(sizes), strict=True)
-        changed = [meta.name for meta, one, other in pairs if not one.equal(other)]
+        changed = [  # by their bytes, as NaN equals nothing
+            meta.name
+            for meta, one, other in pairs
+            if not one.view(torch.uint8).equal(other.view(torch.uint8))
+        ]
         return f"{len(changed)} not as they were: {first_few(changed)}" if changed else ""
 
 
