@@ -394,6 +394,14 @@ def test_trainers_of_one_adapter_take_turns_and_one_that_is_killed_leaves_no_mix
     assert mapped(tuned) == held
 
 
+def test_more_trainers_of_one_adapter_than_workers_keep_memory_of_all_reach_them(tuned, checkpoint):
+    model, trainers = adapted(checkpoint, 23), [tuned, attach(tuned.name), attach(tuned.name)]
+    for seed, trainer in enumerate((*trainers, *trainers)):
+        report = trainer.push_weights(AdapterSource(changed(model, seed), "crowded"))
+        assert not report.left_behind
+        assert_one_version(tuned, "crowded", model, report.version)
+
+
 def assert_one_version(service, name, model, version):
     for index in range(service.num_replicas):
         output = answer(service, adapter=name, actor_index=index)

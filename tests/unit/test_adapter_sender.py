@@ -23,6 +23,7 @@ class Client:
 
     def __init__(self):
         self.given, self.dtypes, self.failing, self.memories = [], {}, set(), {}
+        self.let_go, self.by_value = set(), []  # of whose memory; who got bytes
 
     def start_calls(self, method, calls, **_):
         answer = self._prepare if method == "prepare_adapter" else self._put
@@ -42,6 +43,11 @@ class Client:
         return dtype
 
     def _put(self, name, adapter, token):
+        if isinstance(token, bytes):
+            self.by_value.append((name, token))
+            return {}
+        if token in self.let_go:
+            return errors.TransferNotReadyError("another trainer's memory has replaced it")
         read = [one[: adapter.num_bytes].clone() for one in self.memories[token]]
         self.given.append((name, token, read))
         return errors.TransferError("late") if name in self.failing else {}
@@ -95,6 +101,23 @@ def test_what_a_replica_may_still_read_is_not_written_again(rig, failing):
     for name, token in late.items():
         unchanged = map(torch.equal, rig.client.memories[token], before[name])
         assert (set(unchanged), tokens[0][name] != token) == ({name in failing}, name in failing)
+
+
+def test_a_worker_that_has_let_go_of_its_memory_gets_the_bytes_and_gives_other_memory(
+    rig, monkeypatch
+):
+    monkeypatch.setattr("ray.put", lambda one: one.tobytes())
+    first = pushed(rig, 1)
+    rig.client.let_go = {first["1"]}
+    rig.sender.pack(rig.source, allow_nonfinite=False)
+    rig.sender.open(rig, rig.source)
+    answers = rig.sender.send(rig, Push(rig.source, 2, 1.0))
+    assert answers == {"0": {}, "1": {}}
+    sent = rig.sender.content.flat.view(torch.uint8).numpy().tobytes()
+    assert rig.client.by_value == [("1", sent)]
+    then = pushed(rig, 3)
+    assert (then["0"] == first["0"], then["1"] == first["1"]) == (True, False)
+    assert len(rig.client.by_value) == 1
 
 
 def test_memory_of_a_push_that_was_broken_off_is_not_written_again(rig):

@@ -18,6 +18,7 @@ from torchrl_vllm_sync.checks import Deadline, check_integer, first_few
 from torchrl_vllm_sync.errors import (
     ServerError,
     TransferError,
+    TransferNotReadyError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
@@ -352,18 +353,20 @@ class AdapterSender:
             digest=digest,
             num_bytes=flat.nbytes,
         )
-        value = None
-        if not all(one.inboxes for one in to.values()):
-            import ray
-
-            value = ray.put(_bytes_of(flat))
+        deadline = Deadline(push.timeout_s)
+        value = None if all(one.inboxes for one in to.values()) else _shared(flat)
         calls = {name: (adapter, one.token or value) for name, one in to.items()}
         begin = time.perf_counter()
         answers = ask(members.client, "put_adapter", calls, push.timeout_s, push.confirm)
-        push.times.note("send_s", begin)
         taken = to.keys() - failed(answers).keys()
         self._known |= {(members.incarnations[name], kind): to[name] for name in taken}
-        if taken:
+        # Workers that have let go of the memory get it by value, and give other memory next time.
+        refusals = failed(answers).items()
+        if lost := [name for name, one in refusals if isinstance(one, TransferNotReadyError)]:
+            calls = dict.fromkeys(lost, (adapter, _shared(flat)))
+            answers |= ask(members.client, "put_adapter", calls, deadline.left_s)
+        push.times.note("send_s", begin)
+        if len(failed(answers)) < len(answers):
             self._newest[source.name] = adapter, (source.config, metadata), flat
         return answers
 
@@ -373,6 +376,13 @@ class AdapterSender:
 
     def close(self) -> None:
         """Does nothing: what was sent may be asked for."""
+
+
+def _shared(flat: torch.Tensor) -> Any:
+    """Its bytes, as all that Ray calls with them find them."""
+    import ray
+
+    return ray.put(_bytes_of(flat))
 
 
 def _bytes_of(flat: torch.Tensor) -> Any:
