@@ -1,6 +1,8 @@
 """Memory that adapters are written to: used again, but not while somebody may be reading it."""
 
 import contextlib
+import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import peft
@@ -53,11 +55,15 @@ class Client:
         return errors.TransferError("late") if name in self.failing else {}
 
 
+def adapted(rank):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
+    config = {"lora_alpha": 6, "target_modules": ["0", "1"], "init_lora_weights": False}
+    return AdapterSource(peft.get_peft_model(model, peft.LoraConfig(r=rank, **config)))
+
+
 @pytest.fixture
 def rig():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0", "1"], init_lora_weights=False)
-    source, client = AdapterSource(peft.get_peft_model(model, config)), Client()
+    source, client = adapted(2), Client()
     members = SimpleNamespace(client=client, incarnations={"0": "a", "1": "b"}, silent={})
     engine = SimpleNamespace(
         node_id=this_node(), device_type="cpu", device_uuids=(), num_workers=NUM_WORKERS
@@ -87,6 +93,18 @@ def test_every_worker_has_one_memory_that_is_used_again(rig):
     assert first["0"] != first["1"]
     assert others == [first] * 5
     assert len(rig.client.memories) == 2
+
+
+def test_of_one_adapter_in_many_forms_the_last_two_keep_their_memory(rig):
+    mapped, tokens = [], []
+    for version, rank in enumerate((2, 1, 2, 1, 3, 4, 5, 6), 1):
+        rig.source = adapted(rank)
+        tokens.append(pushed(rig, version))
+        gc.collect()
+        theirs = sum(map(len, rig.client.memories.values()))  # in this process, too
+        mapped.append(Path("/proc/self/maps").read_text().count("/memfd:weights") - theirs)
+    assert tokens[2:4] == tokens[:2]
+    assert mapped[1:] == [mapped[1]] * 7
 
 
 @pytest.mark.parametrize("failing", [{"1"}, {"0", "1"}])

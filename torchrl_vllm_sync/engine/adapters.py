@@ -26,7 +26,7 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.adapters import OF, Adapter, Door, Kind
+from torchrl_vllm_sync.weights.adapters import MOST_INBOXES, OF, Adapter, Door, Kind
 from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
 from torchrl_vllm_sync.weights.p2p.memory import (
     HostFile,
@@ -154,7 +154,7 @@ class WorkerAdapters:
             hand_over(door["path"], about, memory.export(), timeout_s)
         inboxes = self._inboxes[layout.name]
         inboxes[door["token"]] = inbox
-        for one in [*inboxes][:-2]:  # of trainers before
+        for one in [*inboxes][:-MOST_INBOXES]:  # of trainers before
             del inboxes[one]
 
     def _place(self, meta: ParamMeta) -> Place | None:

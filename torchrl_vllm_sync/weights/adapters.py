@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 OF = ":"
 # Seconds for engines to say whether they can hold such an adapter.
 PREPARE_TIMEOUT_S = 60.0
+# Of each adapter how many memories a worker keeps for trainers, the last used.
+MOST_INBOXES = 2
 _HALVES = "lora_A", "lora_B"
 # PEFT's configuration as JSON, and the tensors' metadata in JSON form.
 Kind: TypeAlias = tuple[str, list[list[Any]]]
@@ -249,7 +251,7 @@ class AdapterSender:
 
     def _kind_of(self, source: AdapterSource) -> Any:
         (_, one), *_ = source.views()
-        return source.config, self._forms(source.metadata())[0], one.device
+        return source.name, source.config, self._forms(source.metadata())[0], one.device
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Asks replicas whether they can hold such an adapter; raises if their model cannot."""
@@ -300,6 +302,11 @@ class AdapterSender:
                 page_lock(given)
             one.inboxes.append(given.data.view(one.dtype))
         self._known |= {(members.incarnations[name], kind): one for name, one in found.items()}
+        for name in found:  # as its workers do
+            incarnation = members.incarnations[name]
+            alike = [key for key in self._known if (key[0], key[1][0]) == (incarnation, kind[0])]
+            for key in alike[:-MOST_INBOXES]:
+                del self._known[key]
 
     def look(self, source: AdapterSource) -> AdapterSource:
         """Has it find its parameters, which may be others than before."""
