@@ -794,15 +794,18 @@ class WeightPusher:
         probes = self._client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
         silent = failed(probes.answers(min(deadline.left_s, PROBE_TIMEOUT_S)))
         with self.exclusive(timeout_s):
-            others, serving = self._reports(without=replica_ids).values(), ReplicaState.SERVING
-            reports = [one for one in others if isinstance(one, EngineReport)]
-            served = {n.replica_id: n.weight_version or 0 for n in reports if n.state is serving}
+            told, serving = self._reports(without=silent).values(), ReplicaState.SERVING
+            reports = [one for one in told if isinstance(one, EngineReport)]
+            held = {n.replica_id: n.weight_version or 0 for n in reports if n.state is serving}
+            served = {name: one for name, one in held.items() if name not in replica_ids}
             version = max([self._ledger.reached, *served.values()])
             if version == 0:
                 return {}
             transport, answers = self.transport, dict[str, Any]()
-            left = [one for one in replica_ids if one not in silent]
-            givers = [n for n, held in served.items() if held == version]
+            givers = [name for name, one in served.items() if one == version]
+            # What was sent from here takes the place of nothing that came from others since.
+            newer = {name for name, one in held.items() if not givers and one > version}
+            left = [one for one in replica_ids if one not in silent and one not in newer]
             holders = [n.replica_id for n in reports if n.adapters and n.replica_id in givers]
             if rouses := self._wakes and bool(givers):  # it sleeps, and others are awake
                 self._ask(left, "rouse", "weights", limit_s=WAKE_TIMEOUT_S)
