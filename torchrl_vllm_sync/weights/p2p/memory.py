@@ -315,12 +315,17 @@ class HostFile:
         if not path:
             memory = HostMemory(num_bytes)
             weakref.finalize(self, memory.close)
-            path, descriptors = memory.path, memory.export()
+            descriptors = memory.export()
+            path = f"{memory.path}:{os.fstat(descriptors[0]).st_ino}"
         else:
+            within, _, inode = path.rpartition(":")
             try:
-                descriptors = [os.open(path, os.O_RDWR)]
+                descriptors = [os.open(within, os.O_RDWR)]
             except OSError as error:
                 raise TransferError(f"memory cannot be mapped: {error}") from error
+            if str(os.fstat(descriptors[0]).st_ino) != inode:  # it has got that number since
+                os.close(descriptors[0])
+                raise TransferError("memory cannot be mapped: its process has let go of it")
         self.path, self.data = path, MappedMemory(num_bytes, torch.device("cpu"), descriptors).data
 
 
