@@ -392,9 +392,11 @@ class Handover:
         self._folder = Path(tempfile.mkdtemp(prefix="torchrl_vllm_sync-p2p-"))
         self.path = str(self._folder / "handover")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self.path)
+        with _address(self.path) as address:
+            self._listener.bind(address)
         self._listener.listen()
-        self._finalizer = weakref.finalize(self, _close, self._listener, self._folder)
+        about = self._listener, self._folder, os.getpid()
+        self._finalizer = weakref.finalize(self, _close, *about)
 
     def take(
         self, deadline: float, watch: Callable[[], None] | None = None
@@ -436,9 +438,21 @@ class Handover:
         self._finalizer()
 
 
-def _close(listener: socket.socket, folder: Path) -> None:
+def _close(listener: socket.socket, folder: Path, owner: int) -> None:
     listener.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpid() == owner:  # else this is a fork of it, which ends before it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _address(path: str) -> Iterator[str]:
+    """The same place by a name that a socket takes: no more than 107 bytes, wherever it is."""
+    folder, name = os.path.split(path)
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{opened}/{name}"
+    finally:
+        os.close(opened)
 
 
 def hand_over(
@@ -452,7 +466,8 @@ def hand_over(
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(timeout_s)
-            connection.connect(path)
+            with _address(path) as address:
+                connection.connect(address)
             _check_peer(connection)
             socket.send_fds(connection, [json.dumps(said).encode()], descriptors)
             while watch is not None and not _readable(connection, POLL_S):  # at the end it is
