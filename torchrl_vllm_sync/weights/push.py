@@ -392,6 +392,7 @@ class WeightPusher:
         members, push_id = self._members, (self._sender, next(self._numbers))
         members.look()
         members.choose(members.silent)
+        first, *_ = [*sorted(members.incarnations.items()), ("", "")]
         replicas, ended = sorted(members.incarnations), threading.Event()
 
         def call(names: Collection[str], method: str, *args: Any) -> PendingCalls:
@@ -418,8 +419,13 @@ class WeightPusher:
             was_current, self._ledger.is_current = self._ledger.is_current, False
 
             def was_ours() -> bool:
+                nonlocal replicas
                 is_same = granted(asked)
-                is_same &= granted(call(replicas[1:], "begin_push", trainer))
+                members.choose(members.silent)  # others may have come, or restarted, meanwhile
+                here = sorted(members.incarnations.items())
+                replicas = sorted({*replicas, *members.incarnations})
+                others = [name for name, one in here if (name, one) != first]
+                is_same &= granted(call(others, "begin_push", trainer))
                 self._ledger.is_current = was_current and is_same
                 return is_same
 
