@@ -209,6 +209,9 @@ def test_values_that_are_too_large_for_engines_are_refused_by_name(rig):
 
 def test_engines_that_hold_adapters_in_unlike_dtypes_get_none(rig):
     rig.client.dtypes = {"1": "float32"}
-    with pytest.raises(ValueError, match="too many values"):
-        pushed(rig, 1)
+    for version in (1, 2):
+        with pytest.raises(errors.UnsupportedArgumentError, match=r"bfloat16.*float32"):
+            pushed(rig, version)
     assert not rig.client.given
+    rig.client.dtypes, rig.incarnations["1"] = {}, "c"
+    pushed(rig, 3)

@@ -28,6 +28,7 @@ from torchrl_vllm_sync.weights.module import (
     ParamMeta,
     base_model,
     checked,
+    dtype_name,
     is_peft,
     metadata_digest,
     to_json,
@@ -301,6 +302,9 @@ class AdapterSender:
             if not is_near:
                 page_lock(given)
             one.inboxes.append(given.data.view(one.dtype))
+        known = *self._known.values(), *found.values()
+        if len(dtypes := sorted({dtype_name(one.dtype) for one in known})) > 1:
+            raise UnsupportedArgumentError(f"engines hold adapters in unlike dtypes: {dtypes}")
         self._known |= {(members.incarnations[name], kind): one for name, one in found.items()}
         for name in found:  # as its workers do
             incarnation = members.incarnations[name]
