@@ -195,6 +195,13 @@ def test_what_was_sent_is_recognised_where_it_is_no_number(rig):
     assert not rig.sender.content.difference(rig.source)
 
 
+def test_an_adapter_of_no_layer_is_refused(rig):
+    for layer in rig.source.owner.base_model.model:
+        layer.delete_adapter("default")
+    with pytest.raises(errors.WeightMismatchError, match="'default' is of no layer"):
+        AdapterSource(rig.source.owner)
+
+
 def test_values_that_are_too_large_for_engines_are_refused_by_name(rig):
     pushed(rig, 1)
     (_, first), _, (name, second), _ = rig.source.views()

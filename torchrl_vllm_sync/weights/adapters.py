@@ -117,6 +117,8 @@ class AdapterSource:
             raise WeightMismatchError(
                 f"adapter {self.name!r} cannot be kept apart, merge it: {first_few(problems)}"
             )
+        if not self._layers:
+            raise WeightMismatchError(f"adapter {self.name!r} is of no layer")
         self._adapter, self._metadata = adapter, list[ParamMeta]()
         self._views = list[tuple[str, torch.Tensor]]()
         halves = [(at, layer, half) for half in _HALVES for at, layer in self._layers.items()]
