@@ -236,6 +236,7 @@ class AdapterSender:
         self.run_id, self._base = uuid.uuid4().hex, base
         # By its actor's incarnation and what the adapter is.
         self._known: dict[tuple[str, Any], Reached] = {}
+        self._took = set[str]()  # incarnations that took what was sent to them last
         # Of each adapter the newest version, for replicas that restart while no other serves.
         self._newest: dict[str, tuple[Adapter, Kind, torch.Tensor]] = {}
         self._packed: torch.Tensor | None = None  # what :meth:`send` is about to send
@@ -245,11 +246,10 @@ class AdapterSender:
 
     def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
         """Replicas that may lack an adapter: they came since one was sent, or missed a push."""
-        asked = {incarnation for incarnation, _ in self._known}
         return [
             name
             for name, one in incarnations.items()
-            if self._newest and (one not in asked or name in missed)
+            if self._newest and (one not in self._took or name in missed)
         ]
 
     def _kind_of(self, source: AdapterSource) -> Any:
@@ -263,6 +263,7 @@ class AdapterSender:
         members.choose(members.silent)
         kind, present = self._kind_of(source), {*members.incarnations.values()}
         self._known = {key: one for key, one in self._known.items() if key[0] in present}
+        self._took &= present
         if any((one, kind) not in self._known for one in present):
             self._prepare(members, source, kind)
         if not members.incarnations:
@@ -379,7 +380,10 @@ class AdapterSender:
             calls = dict.fromkeys(lost, (adapter, _shared(flat)))
             answers |= ask(members.client, "put_adapter", calls, deadline.left_s)
         push.times.note("send_s", begin)
-        if len(failed(answers)) < len(answers):
+        took = answers.keys() - failed(answers).keys()
+        self._took -= {*members.incarnations.values()}
+        self._took |= {members.incarnations[name] for name in took}
+        if took:
             self._newest[source.name] = adapter, (source.config, metadata), flat
         return answers
 
