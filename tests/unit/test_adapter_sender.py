@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -195,6 +196,18 @@ def test_what_was_sent_is_recognised_where_it_is_no_number(rig):
     rig.sender.pack(rig.source, allow_nonfinite=True)
     rig.sender.send(rig, Push(rig.source, 2, 1.0, allow_nonfinite=True))
     assert not rig.sender.content.difference(rig.source)
+
+
+def test_an_adapter_without_values_is_refused_before_memory_is_asked_for(rig):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
+    config = peft.LoraConfig(target_modules=["0", "1"])
+    rig.source = AdapterSource(peft.get_peft_model(model, config, low_cpu_mem_usage=True))
+    for _ in range(2):
+        with pytest.raises(errors.WeightMismatchError, match=r"lora_A.*on the meta device"):
+            rig.sender.look(rig.source)
+    for layer, half in itertools.product(rig.source.owner.base_model.model, ("A", "B")):
+        getattr(layer, f"lora_{half}").to_empty(device="cpu")
+    rig.sender.look(rig.source)
 
 
 def test_an_adapter_of_no_layer_is_refused(rig):

@@ -27,6 +27,7 @@ from torchrl_vllm_sync.weights.module import (
     OfLast,
     ParamMeta,
     base_model,
+    check_readable,
     checked,
     dtype_name,
     is_peft,
@@ -242,6 +243,7 @@ class AdapterSender:
         self._packed: torch.Tensor | None = None  # what :meth:`send` is about to send
         self.content = Packed(torch.empty(0))  # of what it sent last
         self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
+        self._readable: object = None  # the parameters that were found to have values
         self._handover: Handover | None = None
 
     def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
@@ -316,8 +318,10 @@ class AdapterSender:
                 del self._known[key]
 
     def look(self, source: AdapterSource) -> AdapterSource:
-        """Has it find its parameters, which may be others than before."""
-        source._look()
+        """Has it find its parameters, which may be others than before, and must have values."""
+        if (views := source._look()) is not self._readable:
+            check_readable(dict(views))
+            self._readable = views
         return source
 
     def pack(self, source: AdapterSource, *, allow_nonfinite: bool) -> None:
