@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,6 +177,14 @@ def test_a_replica_that_restarted_gets_memory_of_its_own(rig):
     second = pushed(rig, 2)
     assert (first["0"] == second["0"], first["1"] == second["1"]) == (True, False)
     assert rig.sender.late(rig.incarnations, ()) == []
+
+
+def test_where_the_folder_of_the_door_was_cleared_away_another_is_opened(rig):
+    first = pushed(rig, 1)
+    shutil.rmtree(Path(rig.sender._handover.path).parent)
+    assert pushed(rig, 2) == first
+    rig.incarnations["1"] = "c"
+    assert pushed(rig, 3)["1"] != first["1"]
 
 
 def test_what_was_sent_is_recognised(rig):

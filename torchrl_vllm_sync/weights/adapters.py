@@ -35,7 +35,13 @@ from torchrl_vllm_sync.weights.module import (
     to_json,
     unwrap,
 )
-from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, page_lock, this_node
+from torchrl_vllm_sync.weights.p2p.memory import (
+    Handover,
+    MappedMemory,
+    opened,
+    page_lock,
+    this_node,
+)
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.source import MappingSource, device_uuid, unreachable
 from torchrl_vllm_sync.weights.transport import ask, failed
@@ -275,7 +281,7 @@ class AdapterSender:
         """Asks those that do not know such an adapter, and maps the memory that they give."""
         deadline, device = Deadline(PREPARE_TIMEOUT_S), kind[-1]
         engines, own = members.describe(), {device_uuid(device)}
-        handover = self._handover = self._handover or Handover()
+        handover = self._handover = opened(self._handover)
         metadata, calls = self._forms(source.metadata())[1], dict[str, Any]()
         for name, incarnation in members.incarnations.items():
             if (incarnation, kind) in self._known:

@@ -438,6 +438,15 @@ class Handover:
         self._finalizer()
 
 
+def opened(before: Handover | None) -> Handover:
+    """The same, or another where there is none, or its folder was cleared away."""
+    if before is not None:
+        if os.path.exists(before.path):
+            return before
+        before.close()
+    return Handover()
+
+
 def _close(listener: socket.socket, folder: Path, owner: int) -> None:
     listener.close()
     if os.getpid() == owner:  # else this is a fork of it, which ends before it

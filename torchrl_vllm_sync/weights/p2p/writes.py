@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.module import place_of, storage_key
-from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory
+from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -377,7 +377,7 @@ class ShardWriter:
         return list(self._memories)
 
     def door(self) -> str:
-        self._handover = self._handover or Handover()
+        self._handover = opened(self._handover)
         return self._handover.path
 
     def take(
