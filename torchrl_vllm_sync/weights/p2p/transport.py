@@ -51,6 +51,7 @@ class Worker:
     passed_on: list[writes.Row] = field(default_factory=list)  # of the model's, to be cut by all
     memories: dict[int, writes.Mapped] = field(default_factory=dict)  # the last used one last
 
+    @torch.inference_mode(False)
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         self.memories.pop(number, None)
         mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine)

@@ -301,6 +301,7 @@ def _can_widen(tensor: torch.Tensor, n: int) -> bool:
     return last == 1 and is_aligned and not any(one % n for one in parts)
 
 
+@torch.inference_mode(False)  # else what is kept could be written in that mode alone
 @torch.no_grad()
 def write(tensors: Iterable[Named], places: Collection[Places], device: torch.device) -> None:
     """Writes what is planned of these tensors; ``finish`` waits until it is done.
