@@ -394,6 +394,33 @@ def test_trainers_of_one_adapter_take_turns_and_one_that_is_killed_leaves_no_mix
     assert mapped(tuned) == held
 
 
+def test_more_trainers_of_one_adapter_than_workers_keep_memory_of_all_reach_them(tuned, checkpoint):
+    model, trainers = adapted(checkpoint, 23), [tuned, attach(tuned.name), attach(tuned.name)]
+    for seed, trainer in enumerate((*trainers, *trainers)):
+        report = trainer.push_weights(AdapterSource(changed(model, seed), "crowded"))
+        assert not report.left_behind
+        assert_one_version(tuned, "crowded", model, report.version)
+
+
+def test_a_trainer_goes_on_after_its_push_failed_everywhere_and_another_pushed(tuned, checkpoint):
+    """What it sent before takes the place of nothing that came since."""
+    ours, theirs, beside = (adapted(checkpoint, seed) for seed in (24, 25, 26))
+    tuned.push_weights(AdapterSource(ours, "failed"))
+    for index in (0, 1):
+        spoil(tuned, index, loses=True)
+    try:
+        with pytest.raises(errors.WeightSyncError, match="other weights than were sent"):
+            tuned.push_weights(AdapterSource(changed(ours, 27), "failed"), audit=True)
+    finally:
+        for index in (0, 1):
+            spoil(tuned, index)
+    version = attach(tuned.name).push_weights(AdapterSource(theirs, "failed")).version
+    report = tuned.push_weights(AdapterSource(beside, "beside"))
+    assert report.version == version + 1
+    assert_one_version(tuned, "failed", theirs, version)
+    assert_one_version(tuned, "beside", beside, version + 1)
+
+
 def assert_one_version(service, name, model, version):
     for index in range(service.num_replicas):
         output = answer(service, adapter=name, actor_index=index)

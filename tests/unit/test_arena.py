@@ -1,5 +1,6 @@
 """A model's parameters with two memories behind their addresses."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from torchrl_vllm_sync.weights.p2p.memory import (
     CudaMemory,
     CudaRange,
     Handover,
+    HostFile,
     WeightArena,
     hand_over,
     handle_sizes,
@@ -176,6 +178,44 @@ def test_descriptors_are_handed_over_and_closed(tmp_path):
     door.close()
     assert not os.path.exists(os.path.dirname(door.path))
     door.close()
+
+
+def test_a_file_in_memory_is_not_taken_for_another_that_has_got_its_number_since():
+    gc.collect()
+    first = HostFile(8)
+    first.data.fill_(1)
+    gone = first.path
+    assert HostFile(8, gone).data.tolist() == [1] * 8
+    del first
+    second = HostFile(8)
+    assert second.path.rpartition(":")[0] == gone.rpartition(":")[0]
+    with pytest.raises(TransferError, match="let go of it"):
+        HostFile(8, gone)
+    assert HostFile(8, second.path).data.tolist() == [0] * 8
+
+
+def test_a_door_may_be_in_a_folder_with_a_name_longer_than_an_address(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    shared, door = new_memory(10, CPU), Handover()
+    open_before = descriptors()
+    hand_over(door.path, {"rank": 3}, shared.export(), 10.0)
+    said, (descriptor,) = door.take(time.monotonic() + 10)
+    assert said == {"rank": 3}
+    os.close(descriptor)
+    assert descriptors() <= open_before
+    door.close()
+    assert not [*folder.iterdir()]
+
+
+def test_a_process_that_was_forked_leaves_the_door_open():
+    forks = "import os; pid = os.fork(); pid and os.waitpid(pid, 0)"
+    begin = "from torchrl_vllm_sync.weights.p2p.memory import Handover; door = Handover()"
+    said = "pid and print(os.path.exists(door.path))"
+    code = f"{begin}; {forks}; {said}"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "True"
 
 
 def test_no_wait_for_a_worker_or_a_trainer_is_endless():

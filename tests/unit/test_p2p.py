@@ -158,6 +158,15 @@ def test_whichever_memory_another_trainer_took_the_next_pushes_arrive(transport,
     assert [len(one) for one in held] == [2] * len(client.replicas)
 
 
+def test_pushes_in_inference_mode_and_outside_write_to_the_same_memory(transport):
+    client = Client(P2PReplica)
+    for value in range(1, 7):
+        source = MappingSource({"t0": torch.full((4,), float(value))})
+        with torch.inference_mode(value in (1, 2, 5)):
+            assert send(transport, client, source, value).failures == {}
+        assert all((one.values["t0"] == value).all() for one in client.replicas.values())
+
+
 def row_of(name, shape, at, dtype="float32", offset=0, stride=None):
     dense = torch.empty(shape, device="meta").stride()
     return [name, offset, shape, stride or dense, dtype, at, dense]

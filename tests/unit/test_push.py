@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from tests.fakes.weights import Answered, Replicas, Transport
+from tests.fakes.weights import SERVING, Answered, Replicas, Transport
 from torchrl_vllm_sync import AutoTransport, ParamMeta, ReplicaState
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.errors import (
@@ -690,6 +691,27 @@ def test_a_push_that_another_trainer_keeps_out_touches_nothing(
     assert (transport.sent, transport.opened_for, replicas.calls) == ([], [], [])
     replicas.refusals = {}
     assert push(pusher).version == 1
+
+
+@pytest.mark.parametrize("came", ["c", "a"])
+def test_replicas_that_came_while_the_first_was_asked_are_asked_too(
+    pusher, replicas, transport, came
+):
+    """Such as one in the place of the only one there was, to which another trainer pushes."""
+    replicas.held = {"a": 0}
+    push(pusher)
+
+    def follow():
+        replicas.held, replicas.turns = {came: 1}, []
+        replicas.known = {came: replace(SERVING, incarnation="another")}
+        replicas.refusals = {came: PushUnderWayError("far-away", 7)}
+
+    replicas.look_for_members = lambda: follow
+    with pytest.raises(PushUnderWayError, match="pid 7 on far-away"):
+        push(pusher)
+    asked, *_, told = replicas.turns
+    assert (asked, came in told) == (("begin_push", came), True)
+    assert transport.sent == [1]
 
 
 @pytest.mark.parametrize("answer", [TimeoutError("no answer"), SyncError("it is dead")])

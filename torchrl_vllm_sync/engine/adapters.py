@@ -19,9 +19,14 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from torchrl_vllm_sync.checks import first_few
-from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.errors import (
+    TransferError,
+    TransferNotReadyError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
 from torchrl_vllm_sync.replica import LoadReport
-from torchrl_vllm_sync.weights.adapters import OF, Adapter, Door, Kind
+from torchrl_vllm_sync.weights.adapters import MOST_INBOXES, OF, Adapter, Door, Kind
 from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, metadata_digest
 from torchrl_vllm_sync.weights.p2p.memory import (
     HostFile,
@@ -149,7 +154,7 @@ class WorkerAdapters:
             hand_over(door["path"], about, memory.export(), timeout_s)
         inboxes = self._inboxes[layout.name]
         inboxes[door["token"]] = inbox
-        for one in [*inboxes][:-2]:  # of trainers before
+        for one in [*inboxes][:-MOST_INBOXES]:  # of trainers before
             del inboxes[one]
 
     def _place(self, meta: ParamMeta) -> Place | None:
@@ -174,16 +179,19 @@ class WorkerAdapters:
 
     def put(self, lora_id: int, digest: str, place: str, num_bytes: int, keep: list[int]) -> None:
         """Takes a version from an inbox or a file, beside those to keep; no step may run."""
+        layout = self._layouts[digest]
+        inboxes = self._inboxes[layout.name]
+        if place.startswith("/"):
+            came = HostFile(num_bytes, place).data
+        elif place in inboxes:
+            inboxes[place] = inboxes.pop(place)  # the last that is let go of
+            came = inboxes[place].data
+        else:
+            told = "another trainer's memory has replaced the one that was written to"
+            raise TransferNotReadyError(told)
         for one in self._held.keys() - set(keep):
             self._manager.remove_adapter(one)
             self._spare = [*self._spare, self._held.pop(one)][-2:]
-        layout = self._layouts[digest]
-        if place.startswith("/"):
-            came = HostFile(num_bytes, place).data
-        elif (inbox := self._inboxes[layout.name].get(place)) is not None:
-            came = inbox.data
-        else:
-            raise TransferError("another trainer's memory has replaced the one that was written to")
         self._held[lora_id] = self._copied(came, layout)
         self._newest[layout.name] = lora_id
         if None in self._slots.lora_index_to_id:  # else as soon as a request needs it

@@ -19,6 +19,7 @@ from torchrl_vllm_sync.checks import Deadline, check_integer, first_few
 from torchrl_vllm_sync.errors import (
     ServerError,
     TransferError,
+    TransferNotReadyError,
     UnsupportedArgumentError,
     WeightMismatchError,
 )
@@ -27,13 +28,20 @@ from torchrl_vllm_sync.weights.module import (
     OfLast,
     ParamMeta,
     base_model,
+    check_readable,
     checked,
+    dtype_name,
     is_peft,
     metadata_digest,
     to_json,
     unwrap,
 )
-from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, page_lock, this_node
+from torchrl_vllm_sync.weights.p2p.memory import (
+    Handover,
+    MappedMemory,
+    page_lock,
+    this_node,
+)
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
 from torchrl_vllm_sync.weights.source import MappingSource, device_uuid, unreachable
 from torchrl_vllm_sync.weights.transport import ask, failed
@@ -48,6 +56,8 @@ if TYPE_CHECKING:
 OF = ":"
 # Seconds for engines to say whether they can hold such an adapter.
 PREPARE_TIMEOUT_S = 60.0
+# Of each adapter how many memories a worker keeps for trainers, the last used.
+MOST_INBOXES = 2
 _HALVES = "lora_A", "lora_B"
 # PEFT's configuration as JSON, and the tensors' metadata in JSON form.
 Kind: TypeAlias = tuple[str, list[list[Any]]]
@@ -114,6 +124,8 @@ class AdapterSource:
             raise WeightMismatchError(
                 f"adapter {self.name!r} cannot be kept apart, merge it: {first_few(problems)}"
             )
+        if not self._layers:
+            raise WeightMismatchError(f"adapter {self.name!r} is of no layer")
         self._adapter, self._metadata = adapter, list[ParamMeta]()
         self._views = list[tuple[str, torch.Tensor]]()
         halves = [(at, layer, half) for half in _HALVES for at, layer in self._layers.items()]
@@ -201,7 +213,11 @@ class Packed:
             return "it was an adapter of other layers or ranks"
         sizes = [one.num_elements for one in metadata]
         pairs = zip(metadata, now.split(sizes), self.flat.split(sizes), strict=True)
-        changed = [meta.name for meta, one, other in pairs if not one.equal(other)]
+        changed = [  # by their bytes, as NaN equals nothing
+            meta.name
+            for meta, one, other in pairs
+            if not one.view(torch.uint8).equal(other.view(torch.uint8))
+        ]
         return f"{len(changed)} not as they were: {first_few(changed)}" if changed else ""
 
 
@@ -227,24 +243,25 @@ class AdapterSender:
         self.run_id, self._base = uuid.uuid4().hex, base
         # By its actor's incarnation and what the adapter is.
         self._known: dict[tuple[str, Any], Reached] = {}
+        self._took = set[str]()  # incarnations that took what was sent to them last
         # Of each adapter the newest version, for replicas that restart while no other serves.
         self._newest: dict[str, tuple[Adapter, Kind, torch.Tensor]] = {}
         self._packed: torch.Tensor | None = None  # what :meth:`send` is about to send
         self.content = Packed(torch.empty(0))  # of what it sent last
         self._forms = OfLast[tuple[str, Any]](lambda one: (metadata_digest(one), to_json(one)))
+        self._readable: object = None  # the parameters that were found to have values
 
     def late(self, incarnations: Mapping[str, str], missed: Collection[str]) -> list[str]:
         """Replicas that may lack an adapter: they came since one was sent, or missed a push."""
-        asked = {incarnation for incarnation, _ in self._known}
         return [
             name
             for name, one in incarnations.items()
-            if self._newest and (one not in asked or name in missed)
+            if self._newest and (one not in self._took or name in missed)
         ]
 
     def _kind_of(self, source: AdapterSource) -> Any:
         (_, one), *_ = source.views()
-        return source.config, self._forms(source.metadata())[0], one.device
+        return source.name, source.config, self._forms(source.metadata())[0], one.device
 
     def open(self, members: Members, source: WeightSource | None = None) -> None:
         """Asks replicas whether they can hold such an adapter; raises if their model cannot."""
@@ -253,6 +270,7 @@ class AdapterSender:
         members.choose(members.silent)
         kind, present = self._kind_of(source), {*members.incarnations.values()}
         self._known = {key: one for key, one in self._known.items() if key[0] in present}
+        self._took &= present
         if any((one, kind) not in self._known for one in present):
             with contextlib.closing(Handover()) as handover:
                 self._prepare(members, source, kind, handover)
@@ -296,11 +314,21 @@ class AdapterSender:
             if not is_near:
                 page_lock(given)
             one.inboxes.append(given.data.view(one.dtype))
+        known = *self._known.values(), *found.values()
+        if len(dtypes := sorted({dtype_name(one.dtype) for one in known})) > 1:
+            raise UnsupportedArgumentError(f"engines hold adapters in unlike dtypes: {dtypes}")
         self._known |= {(members.incarnations[name], kind): one for name, one in found.items()}
+        for name in found:  # as its workers do
+            incarnation = members.incarnations[name]
+            alike = [key for key in self._known if (key[0], key[1][0]) == (incarnation, kind[0])]
+            for key in alike[:-MOST_INBOXES]:
+                del self._known[key]
 
     def look(self, source: AdapterSource) -> AdapterSource:
-        """Has it find its parameters, which may be others than before."""
-        source._look()
+        """Has it find its parameters, which may be others than before, and must have values."""
+        if (views := source._look()) is not self._readable:
+            check_readable(dict(views))
+            self._readable = views
         return source
 
     def pack(self, source: AdapterSource, *, allow_nonfinite: bool) -> None:
@@ -318,6 +346,7 @@ class AdapterSender:
             FiniteCheck(MappingSource(zip(named, parts, strict=True))).end()
         self._packed = flat
 
+    @torch.inference_mode()  # in which the first push may have been, and its memory mapped
     def _write(self, flat: torch.Tensor, to: Iterable[Reached]) -> None:
         for one in to:
             if one.holds is not flat:
@@ -349,18 +378,23 @@ class AdapterSender:
             digest=digest,
             num_bytes=flat.nbytes,
         )
-        value = None
-        if not all(one.inboxes for one in to.values()):
-            import ray
-
-            value = ray.put(_bytes_of(flat))
+        deadline = Deadline(push.timeout_s)
+        value = None if all(one.inboxes for one in to.values()) else _shared(flat)
         calls = {name: (adapter, one.token or value) for name, one in to.items()}
         begin = time.perf_counter()
         answers = ask(members.client, "put_adapter", calls, push.timeout_s, push.confirm)
-        push.times.note("send_s", begin)
         taken = to.keys() - failed(answers).keys()
         self._known |= {(members.incarnations[name], kind): to[name] for name in taken}
-        if taken:
+        # Workers that have let go of the memory get it by value, and give other memory next time.
+        refusals = failed(answers).items()
+        if lost := [name for name, one in refusals if isinstance(one, TransferNotReadyError)]:
+            calls = dict.fromkeys(lost, (adapter, _shared(flat)))
+            answers |= ask(members.client, "put_adapter", calls, deadline.left_s)
+        push.times.note("send_s", begin)
+        took = answers.keys() - failed(answers).keys()
+        self._took -= {*members.incarnations.values()}
+        self._took |= {members.incarnations[name] for name in took}
+        if took:
             self._newest[source.name] = adapter, (source.config, metadata), flat
         return answers
 
@@ -370,6 +404,13 @@ class AdapterSender:
 
     def close(self) -> None:
         """Does nothing: what was sent may be asked for."""
+
+
+def _shared(flat: torch.Tensor) -> Any:
+    """Its bytes, as all that Ray calls with them find them."""
+    import ray
+
+    return ray.put(_bytes_of(flat))
 
 
 def _bytes_of(flat: torch.Tensor) -> Any:

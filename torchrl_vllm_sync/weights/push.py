@@ -392,6 +392,7 @@ class WeightPusher:
         members, push_id = self._members, (self._sender, next(self._numbers))
         members.look()
         members.choose(members.silent)
+        first, *_ = [*sorted(members.incarnations.items()), ("", "")]
         replicas, ended = sorted(members.incarnations), threading.Event()
 
         def call(names: Collection[str], method: str, *args: Any) -> PendingCalls:
@@ -418,8 +419,13 @@ class WeightPusher:
             was_current, self._ledger.is_current = self._ledger.is_current, False
 
             def was_ours() -> bool:
+                nonlocal replicas
                 is_same = granted(asked)
-                is_same &= granted(call(replicas[1:], "begin_push", trainer))
+                members.choose(members.silent)  # others may have come, or restarted, meanwhile
+                here = sorted(members.incarnations.items())
+                replicas = sorted({*replicas, *members.incarnations})
+                others = [name for name, one in here if (name, one) != first]
+                is_same &= granted(call(others, "begin_push", trainer))
                 self._ledger.is_current = was_current and is_same
                 return is_same
 
@@ -794,15 +800,18 @@ class WeightPusher:
         probes = self._client.start_calls("probe_workers", dict.fromkeys(replica_ids, ()))
         silent = failed(probes.answers(min(deadline.left_s, PROBE_TIMEOUT_S)))
         with self.exclusive(timeout_s):
-            others, serving = self._reports(without=replica_ids).values(), ReplicaState.SERVING
-            reports = [one for one in others if isinstance(one, EngineReport)]
-            served = {n.replica_id: n.weight_version or 0 for n in reports if n.state is serving}
+            told, serving = self._reports(without=silent).values(), ReplicaState.SERVING
+            reports = [one for one in told if isinstance(one, EngineReport)]
+            held = {n.replica_id: n.weight_version or 0 for n in reports if n.state is serving}
+            served = {name: one for name, one in held.items() if name not in replica_ids}
             version = max([self._ledger.reached, *served.values()])
             if version == 0:
                 return {}
             transport, answers = self.transport, dict[str, Any]()
-            left = [one for one in replica_ids if one not in silent]
-            givers = [n for n, held in served.items() if held == version]
+            givers = [name for name, one in served.items() if one == version]
+            # What was sent from here takes the place of nothing that came from others since.
+            newer = {name for name, one in held.items() if not givers and one > version}
+            left = [one for one in replica_ids if one not in silent and one not in newer]
             holders = [n.replica_id for n in reports if n.adapters and n.replica_id in givers]
             if rouses := self._wakes and bool(givers):  # it sleeps, and others are awake
                 self._ask(left, "rouse", "weights", limit_s=WAKE_TIMEOUT_S)

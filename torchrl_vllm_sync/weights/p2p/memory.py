@@ -315,12 +315,17 @@ class HostFile:
         if not path:
             memory = HostMemory(num_bytes)
             weakref.finalize(self, memory.close)
-            path, descriptors = memory.path, memory.export()
+            descriptors = memory.export()
+            path = f"{memory.path}:{os.fstat(descriptors[0]).st_ino}"
         else:
+            within, _, inode = path.rpartition(":")
             try:
-                descriptors = [os.open(path, os.O_RDWR)]
+                descriptors = [os.open(within, os.O_RDWR)]
             except OSError as error:
                 raise TransferError(f"memory cannot be mapped: {error}") from error
+            if str(os.fstat(descriptors[0]).st_ino) != inode:  # it has got that number since
+                os.close(descriptors[0])
+                raise TransferError("memory cannot be mapped: its process has let go of it")
         self.path, self.data = path, MappedMemory(num_bytes, torch.device("cpu"), descriptors).data
 
 
@@ -387,9 +392,11 @@ class Handover:
         self._folder = Path(tempfile.mkdtemp(prefix="torchrl_vllm_sync-p2p-"))
         self.path = str(self._folder / "handover")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self.path)
+        with _address(self.path) as address:
+            self._listener.bind(address)
         self._listener.listen()
-        self._finalizer = weakref.finalize(self, _close, self._listener, self._folder)
+        about = self._listener, self._folder, os.getpid()
+        self._finalizer = weakref.finalize(self, _close, *about)
 
     def take(
         self, deadline: float, watch: Callable[[], None] | None = None
@@ -431,9 +438,30 @@ class Handover:
         self._finalizer()
 
 
-def _close(listener: socket.socket, folder: Path) -> None:
+def opened(before: Handover | None) -> Handover:
+    """The same, or another where there is none, or its folder was cleared away."""
+    if before is not None:
+        if os.path.exists(before.path):
+            return before
+        before.close()
+    return Handover()
+
+
+def _close(listener: socket.socket, folder: Path, owner: int) -> None:
     listener.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpid() == owner:  # else this is a fork of it, which ends before it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _address(path: str) -> Iterator[str]:
+    """The same place by a name that a socket takes: no more than 107 bytes, wherever it is."""
+    folder, name = os.path.split(path)
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{opened}/{name}"
+    finally:
+        os.close(opened)
 
 
 def hand_over(
@@ -447,7 +475,8 @@ def hand_over(
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(timeout_s)
-            connection.connect(path)
+            with _address(path) as address:
+                connection.connect(address)
             _check_peer(connection)
             socket.send_fds(connection, [json.dumps(said).encode()], descriptors)
             while watch is not None and not _readable(connection, POLL_S):  # at the end it is

@@ -17,7 +17,7 @@ from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
-from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
+from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, opened, this_node
 from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
@@ -51,6 +51,7 @@ class Worker:
     passed_on: list[writes.Row] = field(default_factory=list)  # of the model's, to be cut by all
     memories: dict[int, writes.Mapped] = field(default_factory=dict)  # the last used one last
 
+    @torch.inference_mode(False)
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         self.memories.pop(number, None)
         mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine)
@@ -171,7 +172,7 @@ class P2PTransport:
         engines = members.describe()
         require_one_host(self.name, engines)
         self._device = sending_device(self.name, engines, source, self._given_device)
-        self._handover = self._handover or Handover()
+        self._handover = opened(self._handover)
 
     def _drop(self, name: str) -> None:
         self._joined.pop(name, None)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.module import place_of, storage_key
-from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory
+from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -301,6 +301,7 @@ def _can_widen(tensor: torch.Tensor, n: int) -> bool:
     return last == 1 and is_aligned and not any(one % n for one in parts)
 
 
+@torch.inference_mode(False)  # else what is kept could be written in that mode alone
 @torch.no_grad()
 def write(tensors: Iterable[Named], places: Collection[Places], device: torch.device) -> None:
     """Writes what is planned of these tensors; ``finish`` waits until it is done.
@@ -377,7 +378,7 @@ class ShardWriter:
         return list(self._memories)
 
     def door(self) -> str:
-        self._handover = self._handover or Handover()
+        self._handover = opened(self._handover)
         return self._handover.path
 
     def take(
