@@ -88,16 +88,12 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
             add()
             sums.append(_sum(dense))
     add()
-    return _numbers(sums)
+    # All at once, as each alone would wait for its device.
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
 
 
 def _is_fusible(dense: torch.Tensor) -> bool:
     return dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES)
-
-
-def _numbers(sums: list[torch.Tensor]) -> list[Any]:
-    """All at once, as each alone would wait for its device."""
-    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
 
 
 @torch.no_grad()

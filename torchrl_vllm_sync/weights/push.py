@@ -86,10 +86,7 @@ class PushKind(NamedTuple):
 
 
 class PushDeadlines:
-    """Time limits of pushes: 30 s and three times the median of the last ones of the same kind.
-
-    Without a measurement, and where requests in flight are waited for, 300 s at least.
-    """
+    """Time limits of pushes: 30 s and three times the median of the last ones of the same kind."""
 
     def __init__(self) -> None:
         self._kind: PushKind | None = None
@@ -735,13 +732,10 @@ class WeightPusher:
         self._transport.open(self._members, source)
 
     def _keep_out(self, reports: list[LoadReport], version: int) -> None:
-        """Keeps those left behind, or joined meanwhile, from requests until they hold ``version``.
-
-        If no replica reached it, whole ones go on serving what they hold.
-        """
+        """Keeps requests from replicas behind ``version``, those that have just joined included."""
         everyone, errors = self._client.standings().keys(), errors_of(reports)
         behind = everyone - {one.replica_id for one in reports} | errors.keys()
-        if not behind or not reached_some(reports):
+        if not behind or not reached_some(reports):  # else whole ones go on with what they hold
             return
         self._client.note_left_behind(version, behind)
         told, silent = everyone if errors else behind, self._members.silent.keys()
@@ -771,10 +765,7 @@ class WeightPusher:
     def _given_adapters(
         self, givers: Sequence[str], version: int, deadline: Deadline
     ) -> dict[str, Any] | None:
-        """The newest adapters beside ``version``, from a replica that serves it, or sent from here.
-
-        ``None`` if there are none.
-        """
+        """The newest adapters beside ``version``, from one that serves it, or as sent from here."""
         for name in givers:
             told = self._ask([name], "give_adapters", limit_s=deadline.left_s).get(name)
             if isinstance(told, dict) and told["version"] == version:

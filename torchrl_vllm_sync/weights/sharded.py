@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -61,10 +61,7 @@ T = TypeVar("T")
 
 
 class Gather:
-    """Gathers some tensors at once, in memory that is taken at construction.
-
-    But those that are cut in another way than ``_Sharded`` every rank gets, by calls that block.
-    """
+    """Gathers tensors at once; every rank gets those not ``_Sharded``, by calls that block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, receives: bool) -> None:
         cut = {name: one for name, one in tensors.items() if isinstance(one, DTensor)}
@@ -199,10 +196,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainerRanks:
-    """The ranks that hold one sharded module, of which the first leads; all state is in the store.
-
-    A push is one round: :meth:`begin` on the leader, :meth:`join` on each other rank.
-    """
+    """The ranks that hold one sharded module; the first leads, and all state is in the store."""
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store, *, timeout_s: float) -> None:
         self.leader, *self.others = ranks
@@ -569,10 +563,7 @@ class ShardedModuleSource:
 
     @contextmanager
     def lead(self, *, clears: bool = False) -> Iterator[SimpleNamespace]:
-        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``.
-
-        With ``clears`` they first clear their caches of GPU memory, see :func:`clear_caches`.
-        """
+        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
         if not self.leads:
             raise UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
@@ -818,14 +809,11 @@ def is_sharded(module: torch.nn.Module) -> bool:
     )
 
 
-@contextmanager
-def leading(source: object, *, clears: bool = False) -> Iterator[SimpleNamespace]:
+def leading(source: object, *, clears: bool = False) -> AbstractContextManager[SimpleNamespace]:
     """Wraps any push: of a sharded source in :meth:`ShardedModuleSource.lead`, else in nothing."""
     if isinstance(source, ShardedModuleSource):
-        with source.lead(clears=clears) as announcement:
-            yield announcement
-    else:
-        yield SimpleNamespace()
+        return source.lead(clears=clears)
+    return nullcontext(SimpleNamespace())
 
 
 def clear_caches(source: object) -> None:
