@@ -24,13 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, in_thread
-from torchrl_vllm_sync.errors import (
-    SyncError,
-    TransferError,
-    UnsupportedArgumentError,
-    WeightMismatchError,
-)
 from torchrl_vllm_sync.weights.broadcast.group import wait_until
 from torchrl_vllm_sync.weights.module import (
     Bundle,
@@ -171,7 +166,7 @@ MOST_REASON = 1 << 14
 GRACE_S = 1.0
 
 
-class TrainerRankError(SyncError, RuntimeError):
+class TrainerRankError(errors.SyncError, RuntimeError):
     """A rank of the trainer, by its global number if known, failed or fell silent in a push."""
 
     def __init__(self, rank: int | None, reason: str) -> None:
@@ -485,7 +480,7 @@ class ShardedModuleSource:
         self.owner, self._only = unwrap(module), only  # these of its tensors, such as an adapter's
         module = self.owner
         if is_peft(module) and only is None:
-            raise WeightMismatchError(
+            raise errors.WeightMismatchError(
                 "adapters on a sharded model cannot be merged: push them by themselves "
                 "(adapters='keep'), merge them first, or do not shard"
             )
@@ -493,7 +488,7 @@ class ShardedModuleSource:
         check_readable(tensors)
         ranks, rank = _ranks_of(tensors.values()), dist.get_rank()
         if rank not in ranks:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"rank {rank} must be one of the model's ranks, {list(ranks)}"
             )
         default, known = _get_default_store(), known_of(module)
@@ -565,7 +560,7 @@ class ShardedModuleSource:
     def lead(self, *, clears: bool = False) -> Iterator[SimpleNamespace]:
         """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
         if not self.leads:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
                 f"rank {self._ranks.leader} sends"
             )
@@ -711,7 +706,7 @@ class ShardedModuleSource:
                 for rank, door in doors.items():
                     try:
                         give(door, watch)
-                    except TransferError as error:
+                    except errors.TransferError as error:
                         raise TrainerRankError(rank, str(error)) from error
 
             yield pass_on
@@ -725,7 +720,7 @@ class ShardedModuleSource:
     @property
     def _leading(self) -> LeadingRound:
         if self._round is None:
-            raise UnsupportedArgumentError("a sharded model must be sent inside of lead()")
+            raise errors.UnsupportedArgumentError("a sharded model must be sent inside of lead()")
         return self._round
 
     def _call(self, leading: LeadingRound, index: int, group: Group) -> Gather:
@@ -828,7 +823,7 @@ def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     meshes = {one.device_mesh for one in tensors if isinstance(one, DTensor)}
     members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     if len(set(map(frozenset, members))) != 1:
-        raise WeightMismatchError(
+        raise errors.WeightMismatchError(
             f"all sharded parameters must be on the same ranks, got {sorted(members)}"
         )
     return min(members)
