@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,12 +17,7 @@ from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import WeightSource, current_device, device_uuid, tensors_of
-from torchrl_vllm_sync.weights.transport import failed, reason_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport
+from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport, failed, reason_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,11 @@ import time
 import uuid
 import weakref
 from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchrl_vllm_sync import errors
@@ -22,7 +24,7 @@ from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, Repl
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.module import OfLast
+from torchrl_vllm_sync.weights.module import OfLast, ParamMeta
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, clear_caches, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
@@ -47,14 +49,6 @@ from torchrl_vllm_sync.weights.transport import (
     raise_exceptions,
     reason_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    import torch
-
-    from torchrl_vllm_sync.weights.module import ParamMeta
-
 
 # ---- Earlier pushes: their times, and their versions
 

@@ -12,10 +12,11 @@ import logging
 import math
 import re
 from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from torchrl_vllm_sync.weights.broadcast.group import wait_until
 from torchrl_vllm_sync.weights.module import (
     Bundle,
     ParamMeta,
+    Plan,
     check_readable,
     is_peft,
     known_of,
@@ -42,14 +44,15 @@ from torchrl_vllm_sync.weights.module import (
     unwrap,
 )
 from torchrl_vllm_sync.weights.p2p.memory import this_node
-from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut_of, finish, write
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from torchrl_vllm_sync.weights.module import Plan
-    from torchrl_vllm_sync.weights.p2p.writes import Cut
-
+from torchrl_vllm_sync.weights.p2p.writes import (
+    Cut,
+    Offer,
+    Passed,
+    ShardWriter,
+    cut_of,
+    finish,
+    write,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
