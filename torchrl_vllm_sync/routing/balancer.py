@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -198,23 +199,21 @@ class LoadBalancer:
         self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
         self.seed, self._max_sessions = int(seed), max_sessions
         self._monitor_interval_s = monitor_interval_s
-        # Either a service, with a ledger that it feeds, or actors and a ledger of their own.
-        is_list = isinstance(actors_or_service, (list, tuple))
-        if not is_list and not all(hasattr(actors_or_service, one) for one in ("actors", "load")):
+        service, is_list = actors_or_service, isinstance(actors_or_service, (list, tuple))
+        if is_list:  # as good as a service, whose ledger is fed here unless another is given
+            load = LoadTracker(map(str, range(len(service))), state=ReplicaState.SERVING)
+            service = SimpleNamespace(actors=[*service], load=load)
+        elif not all(hasattr(service, one) for one in ("actors", "load")):
             raise UnsupportedArgumentError(
                 "actors_or_service must be a service with actors and load, or a list of actors, "
-                f"got {actors_or_service!r}"
+                f"got {service!r}"
             )
-        self._service: Any = None if is_list else actors_or_service
-        self._actors: list[Any] | None = list(actors_or_service) if is_list else None
-        self._tracker, self._asks_actors = tracker, False
+        self._service, self._tracker = service, tracker
+        self._asks_actors = is_list and tracker is None
         num_actors = len(self.actors)
         if not num_actors:
             raise UnsupportedArgumentError("actors_or_service must have at least 1 actor, got none")
-        if self._actors is not None and tracker is None:
-            self._tracker = LoadTracker(map(str, range(num_actors)), state=ReplicaState.SERVING)
-            self._asks_actors = True
-        elif tracker is not None and len(tracker.replica_ids) != num_actors:
+        if tracker is not None and len(tracker.replica_ids) != num_actors:
             raise UnsupportedArgumentError(
                 f"tracker must have one replica for each of the {num_actors} actors, "
                 f"got {tracker.replica_ids}"
@@ -225,7 +224,7 @@ class LoadBalancer:
     @property
     def actors(self) -> list[Any]:
         """The current actors; ``select_actor`` returns positions in this list."""
-        return self._service.actors if self._actors is None else self._actors
+        return self._service.actors
 
     @property
     def load(self) -> LoadTracker:

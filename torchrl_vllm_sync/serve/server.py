@@ -169,9 +169,8 @@ class Gate:
         if self._sessions is not None:
             session = self._sessions._bound(given.removeprefix(b"Bearer ").decode("latin-1"))
             if session is not None:
-                asked.session_id, asked.is_bound = session.id, True
-                scope = _with_header(scope, b"authorization", self._bearer)
-                given = self._bearer
+                asked.session_id, asked.is_bound, given = session.id, True, self._bearer
+                MutableHeaders(scope=scope)["authorization"] = given.decode("latin-1")
         if not (is_open or secrets.compare_digest(given, self._bearer)):
             await _refusal(401, "the API key is wrong or missing")(scope, receive, send)
             return
@@ -210,23 +209,14 @@ def _refusal(code: int, told: str) -> JSONResponse:
     return JSONResponse({"error": error}, code, {"connection": "close"})
 
 
-def _with_header(scope: Any, name: bytes, value: bytes) -> Any:
-    others = [one for one in scope["headers"] if one[0].lower() != name]
-    return {**scope, "headers": [*others, (name, value)]}
-
-
-def _fields(body: bytearray) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
-        fields = json.loads(body)
-        return fields if isinstance(fields, dict) else {}
-    return {}
-
-
 def _captured(
     sessions: Sessions | None, asked: Asked, headers: Headers, body: bytearray
 ) -> bytearray:
     """The body with answers in it as they were sampled; notes whose session it is."""
-    fields = _fields(body)
+    given: Any = None
+    with contextlib.suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
+        given = json.loads(body)
+    fields: dict[str, Any] = given if isinstance(given, dict) else {}
     if not asked.is_bound:
         user = fields.get("user")  # OpenAI's for the end user, which may be a name of anything
         user = user if isinstance(user, str) and len(user) <= MAX_KEY else None

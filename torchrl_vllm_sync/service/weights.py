@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds, check_version
 from torchrl_vllm_sync.engine.args import payload_of
-from torchrl_vllm_sync.errors import (
-    NoReplicaAvailableError,
-    ReplicaUnavailableError,
-    UnsupportedArgumentError,
-    VersionNotReachedError,
-)
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.replica import PushReport, ReplicaState
 from torchrl_vllm_sync.routing.ledger import describe_replicas
@@ -76,7 +71,7 @@ class Weights:
         load = self._replicas.load
         if (found := load.wait_until(reached, timeout_s)) is None:
             held = {one.replica_id: one.describe() for one in load.snapshots()}
-            raise VersionNotReachedError(version, held, timeout_s)
+            raise errors.VersionNotReachedError(version, held, timeout_s)
         return found
 
     def expected(self) -> list[ParamMeta]:
@@ -87,7 +82,9 @@ class Weights:
                 for failure in calls.failures().values():
                     raise failure
                 states = describe_replicas(self._replicas.load.snapshots(), ())
-                raise NoReplicaAvailableError(f"no replica says what a push must hold: {states}")
+                raise errors.NoReplicaAvailableError(
+                    f"no replica says what a push must hold: {states}"
+                )
             self._metadata = from_json(found)
         return self._metadata
 
@@ -221,14 +218,14 @@ class NativeClient:
         """
         info = payload_of(request, "init_info")
         if not isinstance(info, dict):
-            raise UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
+            raise errors.UnsupportedArgumentError(f"init_info must be a mapping, got {info!r}")
         shares, calls = self._shares(), self._replicas.everyone(info)
         offset, world_size = info.get("rank_offset"), info.get("world_size")
         if offset is not None:
             num = sum(map(len, shares.values()))
             if world_size is not None and world_size < offset + num:
                 rule = f"{offset + num}, for {offset} trainer rank(s) and {num} workers"
-                raise UnsupportedArgumentError(
+                raise errors.UnsupportedArgumentError(
                     f"world_size must be at least {rule}, got {world_size}"
                 )
             calls = {
@@ -293,7 +290,7 @@ class NativeClient:
         shares, calls = self._shares(), self._replicas.everyone(info)
         if isinstance(info, list):
             if len(info) != (num := sum(map(len, shares.values()))):
-                raise UnsupportedArgumentError(
+                raise errors.UnsupportedArgumentError(
                     f"a list of update_info must have one for each of {num} workers, "
                     f"got {len(info)}"
                 )
@@ -414,7 +411,7 @@ class NativeClient:
 
 def is_dead(answer: Any) -> bool:
     """Whether nobody answered who will come back by himself."""
-    is_unavailable = isinstance(answer, ReplicaUnavailableError)
+    is_unavailable = isinstance(answer, errors.ReplicaUnavailableError)
     return is_unavailable and answer.state is ReplicaState.FAILED and not answer.may_return
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ from torchrl_vllm_sync.checks import first_few
 from torchrl_vllm_sync.errors import NonFiniteWeightsError
 from torchrl_vllm_sync.weights.module import (
     OfLast,
+    ParamMeta,
     checked,
     is_peft,
     local,
@@ -37,12 +39,6 @@ from torchrl_vllm_sync.weights.transport import (
     failed,
     raise_exceptions,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from torchrl_vllm_sync.weights.module import ParamMeta
-
 
 # ---- Checksums
 
@@ -88,16 +84,12 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
             add()
             sums.append(_sum(dense))
     add()
-    return _numbers(sums)
+    # All at once, as each alone would wait for its device.
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
 
 
 def _is_fusible(dense: torch.Tensor) -> bool:
     return dense.is_cuda and not (dense.nbytes % WORD_BYTES or dense.data_ptr() % WORD_BYTES)
-
-
-def _numbers(sums: list[torch.Tensor]) -> list[Any]:
-    """All at once, as each alone would wait for its device."""
-    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
 
 
 @torch.no_grad()

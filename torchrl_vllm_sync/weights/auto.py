@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,12 +23,7 @@ from torchrl_vllm_sync.weights.source import (
     tensors_of,
     unreachable,
 )
-from torchrl_vllm_sync.weights.transport import failed, reason_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport
+from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport, failed, reason_of
 
 logger = logging.getLogger(__name__)
 

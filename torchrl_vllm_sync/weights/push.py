@@ -11,30 +11,20 @@ import time
 import uuid
 import weakref
 from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, check_version
-from torchrl_vllm_sync.errors import (
-    NonFiniteWeightsError,
-    PushUnderWayError,
-    ReplicaUnavailableError,
-    ServiceClosedError,
-    StaleVersionError,
-    SyncError,
-    TransferError,
-    TransferNotReadyError,
-    UnsupportedArgumentError,
-    WeightAuditError,
-    WeightSyncError,
-)
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource, Packed
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.module import OfLast
+from torchrl_vllm_sync.weights.module import OfLast, ParamMeta
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, clear_caches, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
@@ -60,14 +50,6 @@ from torchrl_vllm_sync.weights.transport import (
     reason_of,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    import torch
-
-    from torchrl_vllm_sync.weights.module import ParamMeta
-
-
 # ---- Earlier pushes: their times, and their versions
 
 FIRST_TIMEOUT_S = 300.0
@@ -86,10 +68,7 @@ class PushKind(NamedTuple):
 
 
 class PushDeadlines:
-    """Time limits of pushes: 30 s and three times the median of the last ones of the same kind.
-
-    Without a measurement, and where requests in flight are waited for, 300 s at least.
-    """
+    """Time limits of pushes: 30 s and three times the median of the last ones of the same kind."""
 
     def __init__(self) -> None:
         self._kind: PushKind | None = None
@@ -139,7 +118,9 @@ class VersionLedger:
             # A version that failed everywhere may be stored already: its number is used up.
             wanted = max(self.newest, self.attempted, stored) + 1
         elif wanted < max(self.newest, 1):
-            raise StaleVersionError(f"version must be at least {max(self.newest, 1)}, got {wanted}")
+            raise errors.StaleVersionError(
+                f"version must be at least {max(self.newest, 1)}, got {wanted}"
+            )
         self.attempted = max(self.attempted, wanted)
         return wanted
 
@@ -178,9 +159,9 @@ class VersionHooks:
     def register(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
         """Adds a hook; returns an idempotent function that removes it."""
         if not callable(hook):
-            raise UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
+            raise errors.UnsupportedArgumentError(f"hook must be callable, got {hook!r}")
         if hook in self._hooks:
-            raise UnsupportedArgumentError(f"hook is registered already: {hook!r}")
+            raise errors.UnsupportedArgumentError(f"hook is registered already: {hook!r}")
         return self._add(self._hooks, hook)
 
     def listen(self, listener: Callable[[int], object]) -> Callable[[], None]:
@@ -283,7 +264,7 @@ def deliver(transport: WeightTransport, members: Members, push: Push) -> list[Lo
             members.choose(members.silent | lost)
             try:
                 transport.open(members, push.source)
-            except TransferError:
+            except errors.TransferError:
                 break  # no replica is left: earlier answers stand
             times.seconds["attempts"] = attempt + 1
             times.note("lost_s", start, begin)
@@ -356,7 +337,7 @@ class WeightPusher:
     def exclusive(self, timeout_s: float) -> Iterator[None]:
         """Keeps pushes of other threads of this process out, such as while replicas come or go."""
         if not self._lock.acquire(timeout=timeout_s):
-            raise SyncError(f"a push was under way for {timeout_s:g} s")
+            raise errors.SyncError(f"a push was under way for {timeout_s:g} s")
         try:
             yield
         finally:
@@ -372,7 +353,7 @@ class WeightPusher:
                 with contextlib.ExitStack() as turn:
                     try:
                         turn.enter_context(self._turn(ending))()
-                    except PushUnderWayError:
+                    except errors.PushUnderWayError:
                         if deadline.passed:
                             raise
                     else:
@@ -401,12 +382,12 @@ class WeightPusher:
         def granted(calls: PendingCalls) -> bool:
             answers = calls.answers(TURN_CALL_TIMEOUT_S).values()
             for answer in answers:
-                if isinstance(answer, PushUnderWayError):
+                if isinstance(answer, errors.PushUnderWayError):
                     raise answer
             return all(one is not False for one in answers)
 
         def give_signs() -> None:
-            with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
+            with contextlib.suppress(errors.ServiceClosedError):  # no replica is left to notify
                 while not ended.wait(SIGN_OF_LIFE_S):
                     call(replicas, "keep_push")
 
@@ -434,7 +415,7 @@ class WeightPusher:
             ended.set()
             signs.join()
             silent = members.silent.keys() & replicas
-            with contextlib.suppress(ServiceClosedError):  # no replica is left to notify
+            with contextlib.suppress(errors.ServiceClosedError):  # no replica is left to notify
                 call(silent, "end_push")
                 awake = call(set(replicas) - silent, "end_push")
                 ending.callback(awake.answers, TURN_CALL_TIMEOUT_S)
@@ -513,7 +494,7 @@ class WeightPusher:
             yield
             return
         if options.mode != "keep" or options.clear_cache:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 "mode must be 'keep' and clear_cache False for adapters: requests in flight end "
                 f"with the version they have, got {options.mode!r} and {options.clear_cache}"
             )
@@ -527,9 +508,9 @@ class WeightPusher:
         """Gives replicas what others hold beside what is about to be pushed."""
         failures = self.catch_up(late, FIRST_TIMEOUT_S)
         if self._transport is self._adapters:
-            self._members.drop({name: TransferError(why) for name, why in failures.items()})
+            self._members.drop({name: errors.TransferError(why) for name, why in failures.items()})
             if not self._members.incarnations:
-                raise TransferError(f"no replica can be reached: {self._members.missing}")
+                raise errors.TransferError(f"no replica can be reached: {self._members.missing}")
 
     def _fitted(self, source: WeightSource) -> WeightSource:
         if isinstance(source, AdapterSource):  # which the engines compare
@@ -559,7 +540,7 @@ class WeightPusher:
                 check = None if unchecked else FiniteCheck(source)
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
-                    raise StaleVersionError(
+                    raise errors.StaleVersionError(
                         f"version {version} was pushed already, and what is pushed now cannot be "
                         f"called the same: {problem}; give other weights a version of their own"
                     )
@@ -605,7 +586,7 @@ class WeightPusher:
                 start = time.perf_counter()
                 try:
                     reports = deliver(transport, self._members, push)
-                except NonFiniteWeightsError:  # nobody knows of this version
+                except errors.NonFiniteWeightsError:  # nobody knows of this version
                     ledger.attempted = attempted
                     raise
                 content = confirm()
@@ -643,7 +624,7 @@ class WeightPusher:
                     break
                 self._open(source)
         if not commits(reports, strict=strict):
-            raise WeightSyncError(chosen, failures)
+            raise errors.WeightSyncError(chosen, failures)
         seconds, starts = time.perf_counter() - begin, times.starts | push.times.starts
         report = PushReport(
             version=chosen,
@@ -662,7 +643,7 @@ class WeightPusher:
         """Compares what every replica serves with ``weights``; raises if anything differs."""
         given, start = as_weight_source(weights), time.perf_counter()
         if isinstance(given, ShardedModuleSource):
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 "weights must be on one rank; of a sharded model use push_weights(audit=True)"
             )
         with contextlib.ExitStack() as ending, self.exclusive(timeout_s):
@@ -678,7 +659,7 @@ class WeightPusher:
                 found = self._auditor.compare(source, joined, timeout_s)
         raise_exceptions(found.failures)
         if found.differences:
-            raise WeightAuditError(found.differences)
+            raise errors.WeightAuditError(found.differences)
         return AuditReport(
             versions=found.versions,
             num_tensors=len(metadata),
@@ -710,10 +691,10 @@ class WeightPusher:
 
         def rests(report: Any) -> bool:  # one that does not answer may be computing
             is_asleep = isinstance(report, EngineReport) and report.asleep
-            return is_asleep or isinstance(report, ReplicaUnavailableError)
+            return is_asleep or isinstance(report, errors.ReplicaUnavailableError)
 
         if awake := [name for name, one in self._reports().items() if not rests(one)]:
-            raise TransferNotReadyError(
+            raise errors.TransferNotReadyError(
                 f"replicas {awake} compute with these parameters: have the service sleep before "
                 "an optimizer changes them"
             )
@@ -744,20 +725,17 @@ class WeightPusher:
         self._transport.open(self._members, source)
 
     def _keep_out(self, reports: list[LoadReport], version: int) -> None:
-        """Keeps those left behind, or joined meanwhile, from requests until they hold ``version``.
-
-        If no replica reached it, whole ones go on serving what they hold.
-        """
-        everyone, errors = self._client.standings().keys(), errors_of(reports)
-        behind = everyone - {one.replica_id for one in reports} | errors.keys()
-        if not behind or not reached_some(reports):
+        """Keeps requests from replicas behind ``version``, those that have just joined included."""
+        everyone, wrong = self._client.standings().keys(), errors_of(reports)
+        behind = everyone - {one.replica_id for one in reports} | wrong.keys()
+        if not behind or not reached_some(reports):  # else whole ones go on with what they hold
             return
         self._client.note_left_behind(version, behind)
-        told, silent = everyone if errors else behind, self._members.silent.keys()
+        told, silent = everyone if wrong else behind, self._members.silent.keys()
         stamp = version, self._transport.run_id
         self._client.start_calls("hold_back", dict.fromkeys(told & silent, stamp))  # when it wakes
         awake = self._client.start_calls("hold_back", dict.fromkeys(told - silent, stamp))
-        if errors:  # pushes need not wait for those that have just joined
+        if wrong:  # pushes need not wait for those that have just joined
             awake.answers(HOLD_BACK_TIMEOUT_S)
 
     def _take_stock(self) -> None:
@@ -780,10 +758,7 @@ class WeightPusher:
     def _given_adapters(
         self, givers: Sequence[str], version: int, deadline: Deadline
     ) -> dict[str, Any] | None:
-        """The newest adapters beside ``version``, from a replica that serves it, or sent from here.
-
-        ``None`` if there are none.
-        """
+        """The newest adapters beside ``version``, from one that serves it, or as sent from here."""
         for name in givers:
             told = self._ask([name], "give_adapters", limit_s=deadline.left_s).get(name)
             if isinstance(told, dict) and told["version"] == version:
@@ -848,7 +823,7 @@ def failed_push(
     error: Exception, version: int | None, seconds: float, ended_at: float
 ) -> PushReport:
     about: dict[str, Any] = {"version": version if isinstance(version, int) else None}
-    if isinstance(error, WeightSyncError):
+    if isinstance(error, errors.WeightSyncError):
         about = {"version": error.version, "left_behind": dict(error.failures)}
     began_at, reason = ended_at - seconds, reason_of(error)
     return PushReport(began_at=began_at, seconds=seconds, error=reason, **about)

@@ -12,10 +12,11 @@ import logging
 import math
 import re
 from collections import deque
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -24,17 +25,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, in_thread
-from torchrl_vllm_sync.errors import (
-    SyncError,
-    TransferError,
-    UnsupportedArgumentError,
-    WeightMismatchError,
-)
 from torchrl_vllm_sync.weights.broadcast.group import wait_until
 from torchrl_vllm_sync.weights.module import (
     Bundle,
     ParamMeta,
+    Plan,
     check_readable,
     is_peft,
     known_of,
@@ -47,24 +44,22 @@ from torchrl_vllm_sync.weights.module import (
     unwrap,
 )
 from torchrl_vllm_sync.weights.p2p.memory import this_node
-from torchrl_vllm_sync.weights.p2p.writes import Offer, Passed, ShardWriter, cut_of, finish, write
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from torchrl_vllm_sync.weights.module import Plan
-    from torchrl_vllm_sync.weights.p2p.writes import Cut
-
+from torchrl_vllm_sync.weights.p2p.writes import (
+    Cut,
+    Offer,
+    Passed,
+    ShardWriter,
+    cut_of,
+    finish,
+    write,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Gather:
-    """Gathers some tensors at once, in memory that is taken at construction.
-
-    But those that are cut in another way than ``_Sharded`` every rank gets, by calls that block.
-    """
+    """Gathers tensors at once; every rank gets those not ``_Sharded``, by calls that block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, receives: bool) -> None:
         cut = {name: one for name, one in tensors.items() if isinstance(one, DTensor)}
@@ -174,7 +169,7 @@ MOST_REASON = 1 << 14
 GRACE_S = 1.0
 
 
-class TrainerRankError(SyncError, RuntimeError):
+class TrainerRankError(errors.SyncError, RuntimeError):
     """A rank of the trainer, by its global number if known, failed or fell silent in a push."""
 
     def __init__(self, rank: int | None, reason: str) -> None:
@@ -199,10 +194,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainerRanks:
-    """The ranks that hold one sharded module, of which the first leads; all state is in the store.
-
-    A push is one round: :meth:`begin` on the leader, :meth:`join` on each other rank.
-    """
+    """The ranks that hold one sharded module; the first leads, and all state is in the store."""
 
     def __init__(self, ranks: Sequence[int], rank: int, store: Store, *, timeout_s: float) -> None:
         self.leader, *self.others = ranks
@@ -491,7 +483,7 @@ class ShardedModuleSource:
         self.owner, self._only = unwrap(module), only  # these of its tensors, such as an adapter's
         module = self.owner
         if is_peft(module) and only is None:
-            raise WeightMismatchError(
+            raise errors.WeightMismatchError(
                 "adapters on a sharded model cannot be merged: push them by themselves "
                 "(adapters='keep'), merge them first, or do not shard"
             )
@@ -499,7 +491,7 @@ class ShardedModuleSource:
         check_readable(tensors)
         ranks, rank = _ranks_of(tensors.values()), dist.get_rank()
         if rank not in ranks:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"rank {rank} must be one of the model's ranks, {list(ranks)}"
             )
         default, known = _get_default_store(), known_of(module)
@@ -569,12 +561,9 @@ class ShardedModuleSource:
 
     @contextmanager
     def lead(self, *, clears: bool = False) -> Iterator[SimpleNamespace]:
-        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``.
-
-        With ``clears`` they first clear their caches of GPU memory, see :func:`clear_caches`.
-        """
+        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
         if not self.leads:
-            raise UnsupportedArgumentError(
+            raise errors.UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
                 f"rank {self._ranks.leader} sends"
             )
@@ -720,7 +709,7 @@ class ShardedModuleSource:
                 for rank, door in doors.items():
                     try:
                         give(door, watch)
-                    except TransferError as error:
+                    except errors.TransferError as error:
                         raise TrainerRankError(rank, str(error)) from error
 
             yield pass_on
@@ -734,7 +723,7 @@ class ShardedModuleSource:
     @property
     def _leading(self) -> LeadingRound:
         if self._round is None:
-            raise UnsupportedArgumentError("a sharded model must be sent inside of lead()")
+            raise errors.UnsupportedArgumentError("a sharded model must be sent inside of lead()")
         return self._round
 
     def _call(self, leading: LeadingRound, index: int, group: Group) -> Gather:
@@ -818,14 +807,11 @@ def is_sharded(module: torch.nn.Module) -> bool:
     )
 
 
-@contextmanager
-def leading(source: object, *, clears: bool = False) -> Iterator[SimpleNamespace]:
+def leading(source: object, *, clears: bool = False) -> AbstractContextManager[SimpleNamespace]:
     """Wraps any push: of a sharded source in :meth:`ShardedModuleSource.lead`, else in nothing."""
     if isinstance(source, ShardedModuleSource):
-        with source.lead(clears=clears) as announcement:
-            yield announcement
-    else:
-        yield SimpleNamespace()
+        return source.lead(clears=clears)
+    return nullcontext(SimpleNamespace())
 
 
 def clear_caches(source: object) -> None:
@@ -840,7 +826,7 @@ def _ranks_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     meshes = {one.device_mesh for one in tensors if isinstance(one, DTensor)}
     members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     if len(set(map(frozenset, members))) != 1:
-        raise WeightMismatchError(
+        raise errors.WeightMismatchError(
             f"all sharded parameters must be on the same ranks, got {sorted(members)}"
         )
     return min(members)

@@ -18,26 +18,23 @@ import os
 import queue
 import re
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from torchrl_vllm_sync.checks import Deadline, shown
 from torchrl_vllm_sync.errors import SnapshotError, WeightMismatchError
 from torchrl_vllm_sync.weights.module import ParamMeta, dtype_name, from_json, to_json
 from torchrl_vllm_sync.weights.snapshots import files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 DATA_FILE = "weights.td"
 ALIGNMENT_BYTES = 4096

@@ -16,10 +16,11 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import psutil
 import xxhash
@@ -27,9 +28,6 @@ import xxhash
 from torchrl_vllm_sync.checks import Deadline, shown
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
 from torchrl_vllm_sync.replica import process_began
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LayoutName = Literal["slots", "versions"]
 LAYOUTS = get_args(LayoutName)
