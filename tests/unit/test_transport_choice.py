@@ -12,7 +12,7 @@ from tests.fakes.weights import DescribingClient, members_of, open_transport
 from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights import auto
+from torchrl_vllm_sync.weights import source as sources
 from torchrl_vllm_sync.weights.auto import TRANSPORTS, Place, choose_transport, place_of
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
@@ -76,7 +76,7 @@ def test_gpus_that_are_seen_must_reach_each_other(monkeypatch, reaches):
         can_device_access_peer=lambda *pair: asked.append(pair) or reaches,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(auto, "device_uuid", lambda device: devices[device.index])
+    monkeypatch.setattr(sources, "device_uuid", lambda device: devices[device.index])
     apart, beside = [spare(gpu("b")), spare(gpu("c"))], [gpu("a", "b"), gpu("a")]
     for engines, wanted in (apart, ("broadcast", "p2p")), (beside, ("memmap", "ipc")):
         assert choose_transport(gpu("a"), dict(enumerate(engines))) == wanted[reaches]
