@@ -338,7 +338,9 @@ async def test_a_pinned_replica_takes_no_update_until_it_is_handed_back(stored, 
     updates.hold_back(1, "r")  # by a push that found it
     assert (updates._gate.state, updates.version, updates.whole) == (SERVING, 0, True)
     updates.begin_push(ELSEWHERE, "b", 1)  # its turn, as the one it was pinned in is over
+    assert not updates.begin_push(ME, "c", 1)  # and is not told of its end
     updates.hold_back(1, "r", let_go=True)
+    updates.begin_push(ME, "c", 2)
     assert updates._gate.state is STALE
     assert (await stored.load()).version == 1
 

@@ -130,6 +130,8 @@ class Updates:
 
     def begin_push(self, trainer: ProcessIdentity, sender: str, number: int) -> bool:
         """Keeps other trainers out until this push ends; returns whether the last was its too."""
+        if self.pinned:  # a trainer that has yet to learn of it tells no end to one left out
+            return False
         before, now = self._pushed_by, time.monotonic()
         is_same = before == (trainer, sender)
         if before is not None and self._push is not None and not is_same:
