@@ -312,9 +312,8 @@ class WeightPusher:
             refuse_steps(self)
         self.slept_s: float | None = None  # while engines sleep: what it took to begin that
         self._members, self._ledger = Members(client), VersionLedger()
-        self._pushed: dict[
-            int | None, Content | Packed
-        ] = {}  # the last version that a replica may hold
+        # The last version that a replica may hold.
+        self._pushed: dict[int | None, Content | Packed] = {}
         self._missed: set[str] = set()
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines, self._auditor = PushDeadlines(), Auditor(client)
@@ -373,7 +372,7 @@ class WeightPusher:
         members, push_id = self._members, (self._sender, next(self._numbers))
         members.look()
         members.choose(members.silent)
-        first, *_ = [*sorted(members.incarnations.items()), ("", "")]
+        first = min(members.incarnations.items(), default=None)
         replicas, ended = sorted(members.incarnations), threading.Event()
 
         def call(names: Collection[str], method: str, *args: Any) -> PendingCalls:
@@ -391,11 +390,11 @@ class WeightPusher:
                 while not ended.wait(SIGN_OF_LIFE_S):
                     call(replicas, "keep_push")
 
-        trainer = ProcessIdentity.current()
-        asked = call(replicas[:1], "begin_push", trainer)
         signs = threading.Thread(target=give_signs, name="push-signs-of-life", daemon=True)
         signs.start()
         try:
+            trainer = ProcessIdentity.current()
+            asked = call(replicas[:1], "begin_push", trainer)
             # Not current until they have answered that nobody else pushed.
             was_current, self._ledger.is_current = self._ledger.is_current, False
 
