@@ -84,7 +84,7 @@ class AdapterWorker(PacedWorker):
         time.sleep(self._delay_s)
         if self._loses:
             self._lost = HostFile(num_bytes)
-            place = self._lost.path
+            place = self._lost.path, 0
         return super().sync_put_adapter(lora_id, digest, place, num_bytes, keep)
 
 

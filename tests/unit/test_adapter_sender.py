@@ -27,6 +27,7 @@ class Client:
     def __init__(self):
         self.given, self.dtypes, self.failing, self.memories = [], {}, set(), {}
         self.let_go, self.by_value = set(), []  # of whose memory; who got bytes
+        self.reading = {}
 
     def start_calls(self, method, calls, **_):
         answer = self._prepare if method == "prepare_adapter" else self._put
@@ -36,7 +37,7 @@ class Client:
     def _prepare(self, name, _config, metadata, door):
         dtype = self.dtypes.get(name, "bfloat16")
         size = sum(torch.Size(shape).numel() for _, _, shape, *_ in metadata)
-        size *= DTYPES[dtype].itemsize
+        size *= 2 * DTYPES[dtype].itemsize
         for rank in reversed(range(NUM_WORKERS)):
             with contextlib.closing(new_memory(size, CPU)) as memory:
                 mapped = MappedMemory(size, CPU, memory.export())
@@ -45,13 +46,16 @@ class Client:
                 hand_over(door["path"], said, memory.export(), 1.0)
         return dtype
 
-    def _put(self, name, adapter, token):
-        if isinstance(token, bytes):
-            self.by_value.append((name, token))
+    def _put(self, name, adapter, place):
+        if isinstance(place, bytes):
+            self.by_value.append((name, place))
             return {}
+        token, half = place
         if token in self.let_go:
             return errors.TransferNotReadyError("another trainer's memory has replaced it")
-        read = [one[: adapter.num_bytes].clone() for one in self.memories[token]]
+        views = [one.view(2, adapter.num_bytes)[half] for one in self.memories[token]]
+        self.reading[name] = views  # until the next comes
+        read = [one.clone() for one in views]
         self.given.append((name, token, read))
         return errors.TransferError("late") if name in self.failing else {}
 
@@ -94,6 +98,23 @@ def test_every_worker_has_one_memory_that_is_used_again(rig):
     assert first["0"] != first["1"]
     assert others == [first] * 5
     assert len(rig.client.memories) == 2
+
+
+def test_what_workers_took_last_is_not_written_before_they_take_the_next(rig):
+    both = dict(rig.incarnations)
+    for version, absent in enumerate(("", "", "1", "", "1", "1", ""), 1):
+        for name in set(both) - {absent}:
+            rig.incarnations[name] = both[name]
+        rig.incarnations.pop(absent, None)
+        rig.client.given.clear()
+        pushed(rig, version)
+        taken = {name: [one.clone() for one in some] for name, some in rig.client.reading.items()}
+        with torch.no_grad():
+            rig.source.views()[0][1].add_(1.0)
+        for _ in range(2):  # as where the first was given up before it was sent
+            rig.sender.pack(rig.sender.look(rig.source), allow_nonfinite=False)
+        for name, some in taken.items():
+            assert all(map(torch.equal, some, rig.client.reading[name])), (version, name)
 
 
 def test_of_one_adapter_in_many_forms_the_last_two_keep_their_memory(rig):

@@ -84,7 +84,9 @@ class Copy:
     layout: Layout
     data: torch.Tensor  # all tensors, one after the other
     parts: list[torch.Tensor]  # what of it goes to each place
-    was_read: Any  # event of what was enqueued last that reads it; None on a CPU
+    # Events of what was enqueued last that writes it, and that reads it; None on a CPU.
+    was_written: Any
+    was_read: Any
 
 
 class WorkerAdapters:
@@ -106,7 +108,8 @@ class WorkerAdapters:
         # Of each slot whose adapter is one of these, what fills it.
         self._filled: dict[int, tuple[Layout, list[torch.Tensor]]] = {}
         on_gpu = self._manager.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._manager.device) if on_gpu else None
+        # What is enqueued here goes first, as steps that are to come wait for it.
+        self._stream = torch.cuda.Stream(self._manager.device, priority=-1) if on_gpu else None
         self._mapper, slots = _names_of(self._slots.model), self._slots
         self._load_file, self._manager._load_adapter = self._manager._load_adapter, self._load
         self._enter_file, slots._add_adapter = slots._add_adapter, self._enter
@@ -143,7 +146,7 @@ class WorkerAdapters:
     ) -> None:
         """Hands over memory for versions of an adapter, which a trainer will write to."""
         layout = self._layouts[metadata_digest(metadata)]
-        num_bytes = layout.num_elements * self._manager.lora_config.lora_dtype.itemsize
+        num_bytes = 2 * layout.num_elements * self._manager.lora_config.lora_dtype.itemsize
         is_near = door["device_type"] == self._manager.device.type
         device = self._manager.device if is_near else torch.device("cpu")
         with contextlib.closing(new_memory(num_bytes, device)) as memory:
@@ -154,6 +157,7 @@ class WorkerAdapters:
             hand_over(door["path"], about, memory.export(), timeout_s)
         inboxes = self._inboxes[layout.name]
         inboxes[door["token"]] = inbox
+        self._finish()
         for one in [*inboxes][:-MOST_INBOXES]:  # of trainers before
             del inboxes[one]
 
@@ -177,15 +181,18 @@ class WorkerAdapters:
         fits = fits and part.shape[along] == slots.shape[2:][along]
         return Place(meta, slots, part, ()) if fits else None
 
-    def put(self, lora_id: int, digest: str, place: str, num_bytes: int, keep: list[int]) -> None:
-        """Takes a version from an inbox or a file, beside those to keep; no step may run."""
-        layout = self._layouts[digest]
+    def put(
+        self, lora_id: int, digest: str, place: tuple[str, int], num_bytes: int, keep: list[int]
+    ) -> None:
+        """Takes a version from a half of an inbox or a file, beside those to keep."""
+        layout, (within, half) = self._layouts[digest], place
         inboxes = self._inboxes[layout.name]
-        if place.startswith("/"):
-            came = HostFile(num_bytes, place).data
-        elif place in inboxes:
-            inboxes[place] = inboxes.pop(place)  # the last that is let go of
-            came = inboxes[place].data
+        self._finish()  # a trainer is told by this that the other half was read
+        if is_file := within.startswith("/"):
+            came = HostFile(num_bytes, within).data
+        elif within in inboxes:
+            inboxes[within] = inboxes.pop(within)  # the last that is let go of
+            came = inboxes[within].data.view(2, -1)[half]
         else:
             told = "another trainer's memory has replaced the one that was written to"
             raise TransferNotReadyError(told)
@@ -193,6 +200,8 @@ class WorkerAdapters:
             self._manager.remove_adapter(one)
             self._spare = [*self._spare, self._held.pop(one)][-2:]
         self._held[lora_id] = self._copied(came, layout)
+        if is_file:
+            self._finish()
         self._newest[layout.name] = lora_id
         if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
             self._activate(lora_id)
@@ -204,8 +213,8 @@ class WorkerAdapters:
         if found is None:
             data = torch.empty(layout.num_elements, dtype=dtype, device=device)
             parts = [data.as_strided(*one.cut) for one in layout.places]
-            event = self._stream and torch.cuda.Event()
-            found = Copy(layout, data, parts, event)
+            events = [self._stream and torch.cuda.Event() for _ in range(2)]
+            found = Copy(layout, data, parts, *events)
             self._note_read(found)
         else:
             self._spare.remove(found)
@@ -216,8 +225,16 @@ class WorkerAdapters:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(found.was_read)
                 found.data.copy_(came, non_blocking=True)
-            self._stream.synchronize()  # for the trainer may write again
+                found.was_written.record(self._stream)
         return found
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _await_written(self, copy: Copy) -> None:
+        if copy.was_written is not None:
+            torch.cuda.current_stream(self._manager.device).wait_event(copy.was_written)
 
     def _note_read(self, copy: Copy) -> None:
         if copy.was_read is not None:
@@ -253,6 +270,7 @@ class WorkerAdapters:
             for module in slots.modules.values():
                 module.reset_lora(at)
             self._filled[at] = held.layout, [one.slot(at) for one in held.layout.places]
+        self._await_written(held)
         copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         copy(self._filled[at][1], held.parts)
         self._note_read(held)
@@ -261,6 +279,7 @@ class WorkerAdapters:
 
     def give(self, lora_id: int, path: str) -> None:
         """Writes a version's bytes into a file in memory."""
+        self._finish()
         data = self._held[lora_id].data.view(torch.uint8)
         HostFile(data.nbytes, path).data.copy_(data)
 
@@ -356,7 +375,7 @@ class Adapters:
         return answers[0]["dtype"]
 
     async def put_adapter(self, adapter: Adapter, data: Any, *, timeout_s: float) -> dict[str, Any]:
-        """Takes a version for requests to come; ``data`` are its bytes, or whose inbox has them."""
+        """Takes a version for requests to come; ``data`` are its bytes, or which inbox's half."""
         updates, report = self._updates, LoadReport(version=adapter.version, loaded=False)
         async with updates.exclusive(timeout_s) as deadline:
             if not self._has(adapter):
@@ -374,8 +393,8 @@ class Adapters:
 
     async def _add(self, adapter: Adapter, data: Any, timeout_s: float) -> LoadReport:
         begin, lora_id = time.time(), next(self._ids)
-        file = None if isinstance(data, str) else await asyncio.to_thread(_file_of, data)
-        place = data if file is None else file.path
+        file = None if isinstance(data, tuple) else await asyncio.to_thread(_file_of, data)
+        place = data if file is None else (file.path, 0)
         # vLLM keys cached prefixes by an adapter's name and path.
         request = LoRARequest(f"{adapter.name}@{adapter.version}", lora_id, f"{PATH}{lora_id}")
         # Requests that enter from here on choose among those that stay.

@@ -227,14 +227,16 @@ class Reached:
 
     dtype: torch.dtype
     token: str
-    inboxes: list[torch.Tensor]  # memory of its workers; none on another node
-    holds: torch.Tensor | None = None  # what was written there last
+    inboxes: list[torch.Tensor]  # memory of its workers, in halves; none on another node
+    half: int = 0  # of each, that nobody reads
+    holds: torch.Tensor | None = None  # what was written there
 
 
 class AdapterSender:
     """Writes adapters into memory of every worker of this node, and sends them by value to others.
 
-    The memory of a replica that failed may be read late: it is not written again, but replaced.
+    Its halves are written in turn: a worker that takes one has read the other, but may have yet to
+    read this one. The memory of a replica that failed may be read late: it is replaced.
     """
 
     name, is_collective, last_version = "adapters", False, 0
@@ -306,14 +308,14 @@ class AdapterSender:
             ranks = range(engines[name].num_workers) if token else ()
             expected |= {(name, rank, token) for rank in ranks}
             found[name] = Reached(getattr(torch, answers[name]), token, [])
-        size = sum(one.num_elements for one in source.metadata())
+        size = 2 * sum(one.num_elements for one in source.metadata())
         for (name, *_), descriptors in handover.take_all(expected, deadline.at, "token"):
             one, is_near = found[name], calls[name][-1]["device_type"] == device.type
-            on, num_bytes = device if is_near else torch.device("cpu"), size * one.dtype.itemsize
-            given = MappedMemory(num_bytes, on, descriptors)
+            on = device if is_near else torch.device("cpu")
+            given = MappedMemory(size * one.dtype.itemsize, on, descriptors)
             if not is_near:
                 page_lock(given)
-            one.inboxes.append(given.data.view(one.dtype))
+            one.inboxes.append(given.data.view(one.dtype).view(2, -1))
         known = *self._known.values(), *found.values()
         if len(dtypes := sorted({dtype_name(one.dtype) for one in known})) > 1:
             raise UnsupportedArgumentError(f"engines hold adapters in unlike dtypes: {dtypes}")
@@ -351,7 +353,7 @@ class AdapterSender:
         for one in to:
             if one.holds is not flat:
                 for inbox in one.inboxes:
-                    inbox.copy_(flat, non_blocking=True)
+                    inbox[one.half].copy_(flat, non_blocking=True)
                 one.holds = flat
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
@@ -380,11 +382,13 @@ class AdapterSender:
         )
         deadline = Deadline(push.timeout_s)
         value = None if all(one.inboxes for one in to.values()) else _shared(flat)
-        calls = {name: (adapter, one.token or value) for name, one in to.items()}
+        places = {name: (one.token, one.half) if one.token else value for name, one in to.items()}
+        calls = {name: (adapter, place) for name, place in places.items()}
         begin = time.perf_counter()
         answers = ask(members.client, "put_adapter", calls, push.timeout_s, push.confirm)
-        taken = to.keys() - failed(answers).keys()
-        self._known |= {(members.incarnations[name], kind): to[name] for name in taken}
+        for name in to.keys() - failed(answers).keys():
+            to[name].half, to[name].holds = 1 - to[name].half, None
+            self._known[members.incarnations[name], kind] = to[name]
         # Workers that have let go of the memory get it by value, and give other memory next time.
         refusals = failed(answers).items()
         if lost := [name for name, one in refusals if isinstance(one, TransferNotReadyError)]:
