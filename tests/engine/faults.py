@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import ray
@@ -71,11 +72,21 @@ class PacedWorker(SyncWorkerExtension):
 class AdapterWorker(PacedWorker):
     """A worker whose adapters can be counted, come late, or come as zeros."""
 
-    _lost, _loses, _delay_s = None, False, 0.0
+    _lost, _loses, _delay_s, _lookups = None, False, 0.0, None
 
     def sync_count_adapters(self):
         own = self._sync_adapters
         return len(own._held), len(own._manager.list_adapters())
+
+    def sync_count_lookups(self):
+        """How often, since the first call, a step had adapters, and vLLM looked for their slots."""
+        manager = self._sync_adapters._slots
+        if self._lookups is None:
+            self._lookups = manager.set_adapter_mapping, manager._set_adapter_mapping = [
+                Mock(wraps=one)
+                for one in (manager.set_adapter_mapping, manager._set_adapter_mapping)
+            ]
+        return [one.call_count for one in self._lookups]
 
     def sync_spoil_adapters(self, loses=False, delay_s=0.0):
         self._loses, self._delay_s = loses, delay_s

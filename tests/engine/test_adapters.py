@@ -1,6 +1,7 @@
 """LoRA adapters beside the base weights: what engines compute, for whom, and what is refused."""
 
 import copy
+import functools
 import multiprocessing
 import os
 import threading
@@ -171,6 +172,36 @@ def test_requests_in_flight_end_with_the_version_they_began_with(tuned, checkpoi
     assert max(error(model, one) for one in late) < TOLERANCE
     for one in (*found, *late):  # as vLLM says it, too
         assert [span.version for span in one.outputs[0].weight_versions] == [str(versions(one)[0])]
+
+
+def test_a_push_has_vllm_not_look_anew_for_slots_that_running_requests_use(tuned, checkpoint):
+    """As that waits for the GPU; also where a slot gets free, or is still to be filled."""
+    source = AdapterSource(adapted(checkpoint, 23))
+
+    def lookups():
+        call = tuned.actors[0].collective_rpc.remote("sync_count_lookups")
+        return ray.get(call)[0]
+
+    tuned.push_weights(source)
+    with slowed(tuned):
+        options = sampling(max_tokens=LONG, ignore_eos=True)
+        ask = functools.partial(tuned.generate, [5, 6, 7], options, actor_index=0)
+        call = threading.Thread(target=ask)
+        call.start()
+        eventually(lambda: num_running(tuned) == 1)
+        looked = list[int]()
+        for seed in range(4):
+            tuned.push_weights(changed(source.owner, seed) and source)
+            if seed == 0:
+                assert error(source.owner, answer(tuned, actor_index=0)) < TOLERANCE
+                eventually(lambda: num_running(tuned) == 1)
+            steps, _ = lookups()
+            eventually(lambda steps=steps: lookups()[0] > steps + 2)
+            looked.append(lookups()[1])
+        assert call.is_alive()
+        assert looked == [looked[0]] * 4
+        call.join()
+    assert error(source.owner, answer(tuned, actor_index=0)) < TOLERANCE
 
 
 def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint):

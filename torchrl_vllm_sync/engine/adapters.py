@@ -196,15 +196,17 @@ class WorkerAdapters:
         else:
             told = "another trainer's memory has replaced the one that was written to"
             raise TransferNotReadyError(told)
+        slots = self._slots
+        is_known = slots._last_slot_layout == tuple(slots.lora_index_to_id)
         for one in self._held.keys() - set(keep):
             self._manager.remove_adapter(one)
             self._spare = [*self._spare, self._held.pop(one)][-2:]
+        if is_known:  # to vLLM, which else waits for the GPU to tell it where running requests' are
+            slots._last_slot_layout = tuple(slots.lora_index_to_id)
         self._held[lora_id] = self._copied(came, layout)
         if is_file:
             self._finish()
         self._newest[layout.name] = lora_id
-        if None in self._slots.lora_index_to_id:  # else as soon as a request needs it
-            self._activate(lora_id)
 
     def _copied(self, came: torch.Tensor, layout: Layout) -> Copy:
         """The bytes that came, in memory of this worker's own."""
