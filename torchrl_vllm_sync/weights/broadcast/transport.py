@@ -7,7 +7,8 @@ import secrets
 import time
 import uuid
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +19,7 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.buckets import BoundBucket, BucketLayout
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
@@ -39,12 +41,6 @@ from torchrl_vllm_sync.weights.transport import (
     is_lost,
     raise_exceptions,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torchrl_vllm_sync.replica import EngineDescription
-
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 15.0

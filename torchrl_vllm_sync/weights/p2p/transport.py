@@ -8,8 +8,9 @@ import logging
 import os
 import uuid
 import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, opened, this_node
+from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
@@ -28,11 +30,6 @@ from torchrl_vllm_sync.weights.source import (
     views_of,
 )
 from torchrl_vllm_sync.weights.transport import Members, Push, ask, failed, raise_exceptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 
 logger = logging.getLogger(__name__)
 
