@@ -141,14 +141,12 @@ class BroadcastTransport:
                 return
             self._leave()
         described = members.describe()
-        self._check(described)
+        if self._shared_bytes:
+            require_one_host(self.name, described)
         device = sending_device(self.name, described, source, self._given_device)
         while not self._form(members, described, device):
             pass
         self._announced, self._views, self._bound, self._buffers = None, None, None, []
-
-    def _check(self, engines: Mapping[str, EngineDescription]) -> None:
-        """Refuses engines that this transport does not reach."""
 
     def _form(
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
@@ -372,9 +370,6 @@ class IPCTransport(BroadcastTransport):
         super().__init__(bucket_bytes=buffer_bytes // buckets.NUM_BUFFERS)
         self._shared_bytes = buckets.room_for(buffer_bytes // buckets.NUM_BUFFERS)
         self._copy = functools.partial(type(self), buffer_bytes=buffer_bytes)
-
-    def _check(self, engines: Mapping[str, EngineDescription]) -> None:
-        require_one_host(self.name, engines)
 
 
 def _failure(transfer: Callable[[], None], group: BroadcastGroup) -> SyncError | None:

@@ -57,17 +57,14 @@ class Worker:
     def use(self, number: int) -> writes.Mapped:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
         self.memories[number] = self.memories.pop(number)
-        self._keep(2)
+        self.keep(2)
         return self.used
 
     @property
     def used(self) -> writes.Mapped:
         return next(reversed(self.memories.values()))
 
-    def keep_used(self) -> None:
-        self._keep(1)
-
-    def _keep(self, most: int) -> None:
+    def keep(self, most: int) -> None:
         while len(self.memories) > most:
             self.memories.pop(next(iter(self.memories)))
 
@@ -231,7 +228,7 @@ class P2PTransport:
         if lender is not None and isinstance(module, torch.nn.Module):
             lender.used.take_in(module.parameters())
         for one in sharing:
-            one.keep_used()
+            one.keep(1)
 
     def inside(self) -> list[torch.nn.Parameter]:
         """Returns the trainer's parameters that are in engines' memory."""
