@@ -14,9 +14,11 @@ import inspect
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import ray.util
+from vllm import AsyncEngineArgs
 from vllm.config import CompilationConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -42,11 +44,6 @@ from torchrl_vllm_sync.replica import (
     Silence,
 )
 from torchrl_vllm_sync.weights.p2p.memory import this_node
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from vllm import AsyncEngineArgs
 
 # Seconds between checks: a dead engine core is noticed at the next one.
 LOOK_S = 0.5

@@ -12,11 +12,14 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.util import get_node_ip_address
+from vllm import RequestOutput, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync import errors
@@ -25,6 +28,7 @@ from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.internals import UNLABELLED, SampleState
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.requests.messages import (
+    BegunAnswer,
     EngineRequest,
     EngineResult,
     PackedResults,
@@ -38,13 +42,6 @@ from torchrl_vllm_sync.requests.messages import (
     spans_from_starts,
 )
 from torchrl_vllm_sync.requests.prompts import as_requests, prepared_sampling_params
-
-if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
-    from vllm.outputs import CompletionOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from torchrl_vllm_sync.requests.messages import BegunAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from torchrl_vllm_sync.errors import SyncError, UnsupportedArgumentError, is_gon
 from torchrl_vllm_sync.replica import ProcessId, ReplicaProcesses, process_began
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from vllm import AsyncEngineArgs
 
 logger = logging.getLogger(__name__)

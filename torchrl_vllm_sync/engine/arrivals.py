@@ -12,13 +12,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import MAX_VERSION, Deadline, check_seconds, first_few
+from torchrl_vllm_sync.engine.answers import AdmissionGate
 from torchrl_vllm_sync.engine.args import payload_of
 from torchrl_vllm_sync.engine.updates import SHORT_TIMEOUT_S, Pause, Replies, Updates, path_of
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
@@ -26,11 +28,6 @@ from torchrl_vllm_sync.weights.module import ParamMeta, to_json
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, Snapshot, SnapshotReader
 from torchrl_vllm_sync.weights.transport import PauseMode, check_mode
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from torchrl_vllm_sync.engine.answers import AdmissionGate
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ import shutil
 import socket
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -28,8 +29,9 @@ import msgspec
 import numpy as np
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
+from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists
 
@@ -39,17 +41,9 @@ from torchrl_vllm_sync.engine.answers import SpanChecker, versions_of_labels
 from torchrl_vllm_sync.engine.args import make_engine_args
 from torchrl_vllm_sync.errors import GenerationError, ServerError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineCounters, EngineDescription, ReplicaState
-from torchrl_vllm_sync.weights.module import from_json
+from torchrl_vllm_sync.weights.module import ParamMeta, from_json
 from torchrl_vllm_sync.weights.p2p.memory import this_node
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine import EngineCoreRequest
-
-    from torchrl_vllm_sync.weights.module import ParamMeta
 
 GENERATE = "/inference/v1/generate"
 # The routes behind what a replica has its workers do for vLLM's own calls, and their one field.

@@ -7,21 +7,18 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline
 from torchrl_vllm_sync.engine import internals
+from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest
 from torchrl_vllm_sync.replica import LoadReport, ReplicaState
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from torchrl_vllm_sync.engine.answers import AdmissionGate, RunningRequest
-    from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
-    from torchrl_vllm_sync.weights.transport import PauseMode
+from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
+from torchrl_vllm_sync.weights.transport import PauseMode
 
 Replies = list[dict[str, Any]]  # the answers of all workers, by rank
 Load = Callable[[float], Awaitable[Replies]]  # has them load within so many seconds

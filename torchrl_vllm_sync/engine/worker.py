@@ -11,13 +11,16 @@ import functools
 import os
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -40,19 +43,11 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.replica import NOT_STAGED
+from torchrl_vllm_sync.weights.adapters import Door
 from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
 from torchrl_vllm_sync.weights.module import ParamMeta, from_json, metadata_digest
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
 from torchrl_vllm_sync.weights.source import device_name, device_uuid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
-
-    from vllm.config import VllmConfig
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
-
-    from torchrl_vllm_sync.weights.adapters import Door
 
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20

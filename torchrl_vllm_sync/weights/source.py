@@ -385,17 +385,13 @@ def sending_device(
     engines: Mapping[str, Any],
     source: WeightSource | None,
     given: torch.device | None = None,
-    *,
-    gpu: bool = False,
 ) -> torch.device:
-    """Returns the trainer's device, of the kind that all engines are on, or has to be a ``gpu``."""
+    """Returns the trainer's device, of the kind that all engines are on."""
     kind, *others = sorted({one.device_type for one in engines.values()})
     device = given or home_device(source, kind) or torch.device(kind)
     if others:
         places = (f"replica {name} is on {one.device_type}" for name, one in engines.items())
         where = ", ".join(places)
-    elif gpu and kind != "cuda":
-        where = f"the engines are on {kind}"
     elif kind == "cuda" and not torch.cuda.is_available():
         where = "the engines are on cuda, the trainer is on a host without CUDA"
     elif device.type != kind:
@@ -404,9 +400,8 @@ def sending_device(
         is_indexed = kind == "cuda" and device.index is not None
         return device if is_indexed else current_device(kind)
     raise UnsupportedArgumentError(
-        f"the {transport} transport needs trainer and engines on one "
-        + ("CUDA device" if gpu else "kind of device")
-        + f", and {where}: use the memmap transport"
+        f"the {transport} transport needs trainer and engines on one kind of device, and {where}: "
+        "use the memmap transport"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -18,8 +19,6 @@ from torchrl_vllm_sync.errors import (
 from torchrl_vllm_sync.replica import EngineDescription, LoadReport, ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-
     from torchrl_vllm_sync.weights.source import WeightSource
 
 

@@ -10,8 +10,9 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +20,6 @@ from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.group import NUM_BUFFERS, BroadcastGroup, Watch, left_s
 from torchrl_vllm_sync.weights.module import ParamMeta, checked, metadata_digest, storage_key
 from torchrl_vllm_sync.weights.p2p.memory import ALIGNMENT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
 
 # Three of these on each side keep an NVLink busy and take 384 MiB.
 DEFAULT_BUCKET_BYTES = 128 * 2**20

@@ -7,7 +7,8 @@ import secrets
 import time
 import uuid
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +19,7 @@ from torchrl_vllm_sync.errors import (
     TransferError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.replica import EngineDescription
 from torchrl_vllm_sync.weights.broadcast import buckets
 from torchrl_vllm_sync.weights.broadcast.buckets import BoundBucket, BucketLayout
 from torchrl_vllm_sync.weights.broadcast.group import PUSH_ID_BITS, BroadcastGroup, Rendezvous
@@ -39,12 +41,6 @@ from torchrl_vllm_sync.weights.transport import (
     is_lost,
     raise_exceptions,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torchrl_vllm_sync.replica import EngineDescription
-
 
 DEFAULT_JOIN_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 15.0
@@ -145,14 +141,12 @@ class BroadcastTransport:
                 return
             self._leave()
         described = members.describe()
-        self._check(described)
+        if self._shared_bytes:
+            require_one_host(self.name, described)
         device = sending_device(self.name, described, source, self._given_device)
         while not self._form(members, described, device):
             pass
         self._announced, self._views, self._bound, self._buffers = None, None, None, []
-
-    def _check(self, engines: Mapping[str, EngineDescription]) -> None:
-        """Refuses engines that this transport does not reach."""
 
     def _form(
         self, members: Members, described: Mapping[str, EngineDescription], device: torch.device
@@ -376,9 +370,6 @@ class IPCTransport(BroadcastTransport):
         super().__init__(bucket_bytes=buffer_bytes // buckets.NUM_BUFFERS)
         self._shared_bytes = buckets.room_for(buffer_bytes // buckets.NUM_BUFFERS)
         self._copy = functools.partial(type(self), buffer_bytes=buffer_bytes)
-
-    def _check(self, engines: Mapping[str, EngineDescription]) -> None:
-        require_one_host(self.name, engines)
 
 
 def _failure(transfer: Callable[[], None], group: BroadcastGroup) -> SyncError | None:

@@ -8,8 +8,9 @@ import logging
 import os
 import uuid
 import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, opened, this_node
+from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
@@ -28,11 +30,6 @@ from torchrl_vllm_sync.weights.source import (
     views_of,
 )
 from torchrl_vllm_sync.weights.transport import Members, Push, ask, failed, raise_exceptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +57,14 @@ class Worker:
     def use(self, number: int) -> writes.Mapped:
         """Keeps this memory and the one used before, which may be served: the worker has two."""
         self.memories[number] = self.memories.pop(number)
-        self._keep(2)
+        self.keep(2)
         return self.used
 
     @property
     def used(self) -> writes.Mapped:
         return next(reversed(self.memories.values()))
 
-    def keep_used(self) -> None:
-        self._keep(1)
-
-    def _keep(self, most: int) -> None:
+    def keep(self, most: int) -> None:
         while len(self.memories) > most:
             self.memories.pop(next(iter(self.memories)))
 
@@ -234,7 +228,7 @@ class P2PTransport:
         if lender is not None and isinstance(module, torch.nn.Module):
             lender.used.take_in(module.parameters())
         for one in sharing:
-            one.keep_used()
+            one.keep(1)
 
     def inside(self) -> list[torch.nn.Parameter]:
         """Returns the trainer's parameters that are in engines' memory."""
