@@ -78,6 +78,12 @@ class AdapterWorker(PacedWorker):
         own = self._sync_adapters
         return len(own._held), len(own._manager.list_adapters())
 
+    def sync_lose_slots(self):
+        """What sleep of level 2 does on a GPU."""
+        for layer in self._sync_adapters._slots.modules.values():
+            for one in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+                one.fill_(float("nan"))
+
     def sync_count_lookups(self):
         """How often, since the first call, a step had adapters, and vLLM looked for their slots."""
         manager = self._sync_adapters._slots

@@ -214,6 +214,22 @@ def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint)
     assert tuned.push_weights(source).version == version + 1
 
 
+def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tuned, checkpoint):
+    """Also where one of a lower rank, and of fewer layers, leaves some of it as it was."""
+    model = adapted(checkpoint, 31)
+    tuned.push_weights(AdapterSource(model))
+    assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    tuned.sleep(2, "keep")
+    assert tuned.replicas.call_replicas("collective_rpc", "sync_lose_slots").good
+    tuned.wake_up(["weights"])
+    tuned.push_weights(load_tiny_model(checkpoint))
+    tuned.wake_up(["kv_cache"])
+    assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    model = adapted(checkpoint, 32, r=2, target_modules=["up_proj"])
+    tuned.push_weights(AdapterSource(model))
+    assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
+
+
 def test_cached_prefixes_are_those_of_one_version(tuned, checkpoint):
     model = adapted(checkpoint, 4)
     tuned.push_weights(AdapterSource(model))

@@ -279,6 +279,12 @@ class WorkerAdapters:
         active[lora_id], ids[at] = None, lora_id
         return True
 
+    def empty_slots(self) -> None:
+        """Has all that is active put into its slot anew: what was there was lost by sleep."""
+        for one in filter(None, [*self._slots.lora_index_to_id]):
+            self._slots.deactivate_adapter(one)
+        self._filled.clear()
+
     def give(self, lora_id: int, path: str) -> None:
         """Writes a version's bytes into a file in memory."""
         self._finish()

@@ -530,6 +530,9 @@ class NativeCalls:
             )
         if not self._updates.is_shared:
             await self._updates.ask("waking up", self._engine.wake_up(tags), timeout_s)
+            has_adapters = self._engine.vllm_config.lora_config is not None
+            if has_adapters and not self._updates.whole and "weights" not in left:
+                await self._updates.ask_workers("sync_empty_slots", what="emptying slots")
         self._updates.asleep = left
         if not left:
             await self._let_go()

@@ -380,6 +380,10 @@ class SyncWorkerExtension:
         return {"seconds": time.perf_counter() - begin}
 
     @answered
+    def sync_empty_slots(self) -> None:
+        self._sync_adapters.empty_slots()
+
+    @answered
     def sync_give_adapter(self, lora_id: int, path: str) -> None:
         self._sync_adapters.give(lora_id, path)
 
