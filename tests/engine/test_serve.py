@@ -220,6 +220,31 @@ def test_only_who_may_is_answered(service, server, name, monkeypatch):
         service.serve(tool_parser="hermes")
 
 
+def test_options_bring_their_routes(service, name):
+    def read(path):
+        code, _, body = ask(asked, path, method="GET")
+        assert code == 200
+        return json.loads(body)
+
+    with contextlib.ExitStack() as stack:
+        options = {"enable_server_load_tracking": True, "enable_tokenizer_info_endpoint": True}
+        asked = stack.enter_context(service.serve(api_key=KEY, **options))
+        assert read("/tokenizer_info")["tokenizer_class"]
+        assert read("/load") == {"server_load": 0}
+        url = f"{asked.url}/v1"
+        client = stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0))
+        stack.enter_context(slowed(service, 0.02))
+        fields = {"max_tokens": 40, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **fields)
+        next(stream)
+        assert read("/load") == {"server_load": 1}
+        assert list(stream)
+        eventually(lambda: read("/load") == {"server_load": 0})
+        other = stack.enter_context(service.serve(api_key=KEY))
+        for path in ("/load", "/tokenizer_info"):
+            assert ask(other, path, method="GET")[0] == 404
+
+
 def test_nobody_s_body_is_read_without_a_key(server):
     headers = {"Authorization": "", "Content-Length": "1000"}  # of which none comes
     assert ask(server, "/health", headers=headers, method="GET")[0] == 200

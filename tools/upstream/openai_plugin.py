@@ -107,6 +107,17 @@ def service_of(engine_args: Any) -> Any:
     return services[key]
 
 
+def named_vllm() -> dict[str, str]:
+    """Environment in which ``vllm`` starts, which looks for a package of that name alone."""
+    import vllm
+
+    home, version = Path(os.environ[HOME], "named"), f"{vllm.__version__.partition('+')[0]}+cpu"
+    record = home / f"vllm-{version}.dist-info" / "METADATA"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(f"Name: vllm\nVersion: {version}\n")
+    return {"PYTHONPATH": str(home)}
+
+
 def swap_server() -> None:
     """Sets ``RemoteOpenAIServer`` to one that opens a front, where tests import it from."""
     import tests.utils  # vLLM's
@@ -122,7 +133,7 @@ def swap_server() -> None:
         def _pre_download_model(self, *_: Any) -> None: ...
 
         def _start_server(self, _: str, arguments: list[str], env: Any) -> None:
-            super()._start_server(CHECKPOINT, for_cpu(arguments), env)
+            super()._start_server(CHECKPOINT, for_cpu(arguments), {**(env or {}), **named_vllm()})
 
     class Front(Own):
         """A front of this library."""

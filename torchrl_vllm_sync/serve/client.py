@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # All that is mounted: what else vLLM has, such as routes that scale, abort or profile, is not.
 _INFRA = {"/health", "/version", "/tokenize", "/detokenize", "/v1/models"}
 PATHS = _INFRA | {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
+_ASKED_FOR = {  # by options of their own
+    "/load": "enable_server_load_tracking",
+    "/tokenizer_info": "enable_tokenizer_info_endpoint",
+}
 _OF_PROMPT = ("prompt_token_ids", "prompt", "cache_salt")
 _REFUSED = ("lora_request", "priority", "kv_hints")
 MAX_KEY = 256  # characters of a session's or a group's name
@@ -161,7 +165,9 @@ async def make_app(
     names = engine_args.served_model_name or engine_args.model
     args.served_model_name = [names] if isinstance(names, str) else names
     app = await app_over(ServiceClient(service, config, sessions), config, args)
-    app.router.routes[:] = [one for one in app.routes if getattr(one, "path", None) in PATHS]
+    # vLLM's own routes do not tell: those of one application are also in later ones of the process.
+    paths = PATHS | {path for path, option in _ASKED_FOR.items() if getattr(args, option)}
+    app.router.routes[:] = [one for one in app.routes if getattr(one, "path", None) in paths]
     return app
 
 
