@@ -214,6 +214,18 @@ def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint)
     assert tuned.push_weights(source).version == version + 1
 
 
+def test_a_pinned_replica_takes_no_adapter_from_another(tuned, checkpoint):
+    tuned.push_weights(AdapterSource(adapted(checkpoint, 24)))
+    with tuned.pinned() as pinned:
+        tuned.push_weights(AdapterSource(adapted(checkpoint, 25)))
+        (given,) = tuned.replicas.call_replicas("give_adapters", timeout_s=60.0).values()
+        before = loaded(pinned)
+        taken = pinned.replicas.call_replicas("take_adapters", given, timeout_s=60.0)
+        assert [type(one) for one in taken.values()] == [errors.TransferNotReadyError]
+        assert loaded(pinned) == before
+    tuned.wait_until_serving(timeout_s=60)
+
+
 def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tuned, checkpoint):
     """Also where one of a lower rank, and of fewer layers, leaves some of it as it was."""
     model = adapted(checkpoint, 31)

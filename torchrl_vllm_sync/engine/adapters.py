@@ -441,6 +441,7 @@ class Adapters:
         """Takes what another replica gave; returns the version of this one's base weights."""
         updates = self._updates
         async with updates.exclusive(timeout_s) as deadline:
+            updates.require_unpinned()
             for adapter, (config, metadata), data in given["adapters"]:
                 if not self._has(adapter):
                     await self._prepare(config, metadata, None, deadline.left_s)
