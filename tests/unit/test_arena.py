@@ -176,7 +176,7 @@ def test_descriptors_are_handed_over_and_closed(tmp_path):
     assert descriptors() <= open_before  # garbage of other tests may close some
     assert os.stat(os.path.dirname(door.path)).st_mode & 0o077 == 0
     door.close()
-    assert not os.path.exists(os.path.dirname(door.path))
+    assert not os.path.exists(door.path.rpartition(":")[0])
     door.close()
 
 
@@ -211,11 +211,35 @@ def test_a_door_may_be_in_a_folder_with_a_name_longer_than_an_address(tmp_path, 
 
 def test_a_process_that_was_forked_leaves_the_door_open():
     forks = "import os; pid = os.fork(); pid and os.waitpid(pid, 0)"
-    begin = "from torchrl_vllm_sync.weights.p2p.memory import Handover; door = Handover()"
-    said = "pid and print(os.path.exists(door.path))"
-    code = f"{begin}; {forks}; {said}"
+    begin = "from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over"
+    given = "pid and hand_over(door.path, {'rank': 3}, [os.dup(0)], 10.0)"
+    said = "pid and print(door.take(10.0 + __import__('time').monotonic())[0])"
+    code = f"{begin}; door = Handover(); {forks}; {given}; {said}"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "True"
+    assert told.stdout.strip() == "{'rank': 3}"
+
+
+def test_a_process_that_was_killed_leaves_no_folder(tmp_path):
+    begin = "from torchrl_vllm_sync.weights.p2p.memory import Handover; door = Handover()"
+    code = f"{begin}; import os; os.kill(os.getpid(), 9)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode < 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_nothing_is_handed_over_at_a_door_that_has_got_the_number_of_a_closed_one_since():
+    first = Handover()
+    gone = first.path
+    first.close()
+    second = Handover()
+    assert second.path.rpartition(":")[0] == gone.rpartition(":")[0]
+    with pytest.raises(TransferError, match="not taken at the other end"):
+        hand_over(gone, {}, [os.dup(0)], 10.0)
+    hand_over(second.path, {"rank": 3}, [os.dup(0)], 10.0)
+    said, (descriptor,) = second.take(time.monotonic() + 10)
+    assert said == {"rank": 3}
+    os.close(descriptor)
+    second.close()
 
 
 def test_no_wait_for_a_worker_or_a_trainer_is_endless():
@@ -230,7 +254,7 @@ def test_no_wait_for_a_worker_or_a_trainer_is_endless():
 def test_after_a_peer_that_said_nothing_the_others_are_still_watched():
     door = Handover()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect(door.path)
+        silent.connect(door.path.rpartition(":")[0])
 
     def watch():
         raise RuntimeError("a rank died")

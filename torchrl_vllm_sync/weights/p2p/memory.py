@@ -2,8 +2,8 @@
 
 On the host it is a file in memory (``memfd_create``); on a GPU handles of CUDA's virtual memory
 management (CUDA Driver API, "Virtual Memory Management"). Both travel as file descriptors, by a
-socket in a private folder. What is behind a range can be replaced in one call, and tensors and
-captured graphs that hold its addresses see what is there now.
+socket that other users cannot reach. What is behind a range can be replaced in one call, and
+tensors and captured graphs that hold its addresses see what is there now.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import select
-import shutil
 import socket
 import struct
 import tempfile
@@ -386,17 +385,22 @@ def _check_peer(connection: socket.socket) -> None:
 
 
 class Handover:
-    """The end that takes descriptors, in a folder that only its user can enter."""
+    """The end that takes descriptors, by a socket that only processes of its user can reach."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="torchrl_vllm_sync-p2p-"))
-        self.path = str(self._folder / "handover")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with _address(self.path) as address:
-            self._listener.bind(address)
+        # Nothing is left of the folder, however this process ends.
+        with tempfile.TemporaryDirectory(prefix="torchrl_vllm_sync-p2p-") as folder:
+            within = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+            # A name of no more than 107 bytes, which a socket takes, wherever the folder is.
+            at = f"/proc/self/fd/{within}/handover"
+            self._listener.bind(at)
+            opened = os.open(at, os.O_PATH)
+            os.close(within)
         self._listener.listen()
-        about = self._listener, self._folder, os.getpid()
-        self._finalizer = weakref.finalize(self, _close, *about)
+        # Where it is, and a name that tells it from another that gets this number later.
+        self.path = f"/proc/{os.getpid()}/fd/{opened}:{os.path.basename(folder)}"
+        self._finalizer = weakref.finalize(self, _close, self._listener, opened)
 
     def take(
         self, deadline: float, watch: Callable[[], None] | None = None
@@ -438,30 +442,9 @@ class Handover:
         self._finalizer()
 
 
-def opened(before: Handover | None) -> Handover:
-    """The same, or another where there is none, or its folder was cleared away."""
-    if before is not None:
-        if os.path.exists(before.path):
-            return before
-        before.close()
-    return Handover()
-
-
-def _close(listener: socket.socket, folder: Path, owner: int) -> None:
+def _close(listener: socket.socket, opened: int) -> None:
     listener.close()
-    if os.getpid() == owner:  # else this is a fork of it, which ends before it
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _address(path: str) -> Iterator[str]:
-    """The same place by a name that a socket takes: no more than 107 bytes, wherever it is."""
-    folder, name = os.path.split(path)
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{opened}/{name}"
-    finally:
-        os.close(opened)
+    os.close(opened)
 
 
 def hand_over(
@@ -475,9 +458,11 @@ def hand_over(
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(timeout_s)
-            with _address(path) as address:
-                connection.connect(address)
+            address, _, name = path.rpartition(":")
+            connection.connect(address)
             _check_peer(connection)
+            if name not in os.readlink(address):
+                raise TransferError("memory was not taken at the other end, which was closed")
             socket.send_fds(connection, [json.dumps(said).encode()], descriptors)
             while watch is not None and not _readable(connection, POLL_S):  # at the end it is
                 watch()

@@ -18,7 +18,7 @@ from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
-from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, opened, this_node
+from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
 from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 from torchrl_vllm_sync.weights.source import (
     StableSource,
@@ -166,7 +166,7 @@ class P2PTransport:
         engines = members.describe()
         require_one_host(self.name, engines)
         self._device = sending_device(self.name, engines, source, self._given_device)
-        self._handover = opened(self._handover)
+        self._handover = self._handover or Handover()
 
     def _drop(self, name: str) -> None:
         self._joined.pop(name, None)

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.module import place_of, storage_key
-from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, opened
+from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory
 
 # As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
 # stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
@@ -376,7 +376,7 @@ class ShardWriter:
         return list(self._memories)
 
     def door(self) -> str:
-        self._handover = opened(self._handover)
+        self._handover = self._handover or Handover()
         return self._handover.path
 
     def take(
