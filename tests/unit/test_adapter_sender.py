@@ -27,6 +27,7 @@ class Client:
     def __init__(self):
         self.given, self.dtypes, self.failing, self.memories = [], {}, set(), {}
         self.let_go, self.by_value = set(), []  # of whose memory; who got bytes
+        self.far = set()  # whose second worker cannot reach the door
         self.reading = {}
 
     def start_calls(self, method, calls, **_):
@@ -38,7 +39,9 @@ class Client:
         dtype = self.dtypes.get(name, "bfloat16")
         size = sum(torch.Size(shape).numel() for _, _, shape, *_ in metadata)
         size *= 2 * DTYPES[dtype].itemsize
-        for rank in reversed(range(NUM_WORKERS)):
+        for rank in reversed(range(NUM_WORKERS) if door else ()):
+            if name in self.far and rank == 0:
+                return errors.TransferError("memory was not taken at the other end")
             with contextlib.closing(new_memory(size, CPU)) as memory:
                 mapped = MappedMemory(size, CPU, memory.export())
                 self.memories.setdefault(door["token"], []).append(mapped.data)
@@ -158,6 +161,18 @@ def test_a_worker_that_has_let_go_of_its_memory_gets_the_bytes_and_gives_other_m
     then = pushed(rig, 3)
     assert (then["0"] == first["0"], then["1"] == first["1"]) == (True, False)
     assert len(rig.client.by_value) == 1
+
+
+def test_a_replica_that_cannot_reach_the_door_gets_the_bytes(rig, monkeypatch):
+    monkeypatch.setattr("ray.put", lambda one: one.tobytes())
+    rig.client.far, dropped = {"1"}, []
+    monkeypatch.setattr(rig, "drop", dropped.append)
+    assert pushed(rig, 1).keys() == {"0"}
+    for version in (2, 3):
+        assert pushed(rig, version).keys() == {"0"}
+        sent = rig.sender.content.flat.view(torch.uint8).numpy().tobytes()
+        assert rig.client.by_value[version - 1 :] == [("1", sent)]
+    assert not any(dropped)
 
 
 def test_memory_of_a_push_that_was_broken_off_is_not_written_again(rig):

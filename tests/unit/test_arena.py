@@ -251,6 +251,11 @@ def test_no_wait_for_a_worker_or_a_trainer_is_endless():
         hand_over(door.path, {}, new_memory(10, CPU).export(), 0.05)
 
 
+def test_a_door_of_a_process_that_this_one_does_not_see_is_named():
+    with pytest.raises(TransferError, match=r"the other end: .* /proc/0/fd/3:of is seen by .*user"):
+        hand_over("/proc/0/fd/3:of", {}, [os.dup(0)], 0.05)
+
+
 def test_after_a_peer_that_said_nothing_the_others_are_still_watched():
     door = Handover()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:

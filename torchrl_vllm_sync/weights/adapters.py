@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import operator
 import time
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
     from torchrl_vllm_sync.weights.source import WeightSource
     from torchrl_vllm_sync.weights.transport import Members, Push
+
+logger = logging.getLogger(__name__)
 
 # Between an adapter's name and those of its tensors.
 OF = ":"
@@ -298,6 +301,12 @@ class AdapterSender:
                 door = {"path": handover.path, "token": uuid.uuid4().hex, "device_type": where}
             calls[name] = source.config, metadata, door
         answers = ask(members.client, "prepare_adapter", calls, deadline.left_s)
+        # Workers that cannot give memory, such as another user's, get adapters by value.
+        refused = {n: one for n, one in failed(answers).items() if isinstance(one, TransferError)}
+        if far := {n: (source.config, metadata, None) for n in refused if calls[n][-1] is not None}:
+            logger.warning("adapters go by value: %s", first_few([str(refused[n]) for n in far]))
+            calls |= far
+            answers |= ask(members.client, "prepare_adapter", far, deadline.left_s)
         for one in answers.values():
             if isinstance(one, (UnsupportedArgumentError, WeightMismatchError, ServerError)):
                 raise one

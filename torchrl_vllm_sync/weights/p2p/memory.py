@@ -467,7 +467,10 @@ def hand_over(
             while watch is not None and not _readable(connection, POLL_S):  # at the end it is
                 watch()
     except OSError as error:
-        raise TransferError(f"memory was not taken at the other end: {error}") from error
+        why, is_hidden = str(error), isinstance(error, (FileNotFoundError, PermissionError))
+        if is_hidden:  # or it was closed
+            why = f"{why}: {path} is seen by processes of its user and PID namespace alone"
+        raise TransferError(f"memory was not taken at the other end: {why}") from error
     finally:
         for one in descriptors:
             os.close(one)
