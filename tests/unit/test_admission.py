@@ -542,6 +542,32 @@ async def test_nothing_is_taken_from_who_does_not_say_the_key(monkeypatch, answe
     assert not answers.gate.running
 
 
+async def test_callers_come_after_one_that_failed_or_was_given_up(monkeypatch, answers):
+    start_server, starting = asyncio.start_server, asyncio.Event()
+
+    async def fail(*_):
+        raise OSError("too many open files")
+
+    async def wait(*address):
+        starting.set()
+        await asyncio.sleep(0.1)
+        return await start_server(*address)
+
+    monkeypatch.setattr(asyncio, "start_server", fail)
+    with pytest.raises(OSError, match="too many"):
+        await answers.streams_at()
+    answers.close()
+    monkeypatch.setattr(asyncio, "start_server", wait)
+    given_up = asyncio.create_task(answers.streams_at())
+    await starting.wait()
+    given_up.cancel()
+    first, second = await asyncio.gather(answers.streams_at(), answers.streams_at())
+    assert first == second
+    async with caller(answers) as (ask, _):
+        ask(request("a"))
+        await until(lambda: answers.gate.running)
+
+
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
 async def test_only_new_tokens_are_put_together(monkeypatch, answers, engine, kind):
     def put_together(former, step):

@@ -543,7 +543,8 @@ class Answers:
         self.replica_id, self.gate = replica_id, gate
         self.checker = SpanChecker(replica_id)
         self.given_up: dict[str, None] = {}  # by abort id, before they came or ended
-        self._listening: asyncio.Task[asyncio.Server] | None = None
+        self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
         self._key = secrets.token_bytes(KEY_BYTES)
         self._restarts = 0
 
@@ -567,16 +568,16 @@ class Answers:
 
     async def streams_at(self) -> tuple[str, int, bytes]:
         """Host and port to send requests to whose outputs are to come as they grow, and a key."""
-        if self._listening is None:
-            serving = asyncio.start_server(self._serve, get_node_ip_address(), 0)
-            self._listening = asyncio.create_task(serving)
-        (listening, *_) = (await self._listening).sockets
+        async with self._starting:
+            if self._server is None:
+                self._server = await asyncio.start_server(self._serve, get_node_ip_address(), 0)
+        (listening, *_) = self._server.sockets
         return (*listening.getsockname()[:2], self._key)
 
     def close(self) -> None:
         """Lets no more callers in."""
-        if self._listening is not None and self._listening.done():
-            self._listening.result().close()
+        if self._server is not None:
+            self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers one caller; nothing is unpickled of those that do not say the key."""
