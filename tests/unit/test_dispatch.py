@@ -9,7 +9,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from tests.fakes.requests import (
     FakeActor,
@@ -30,6 +30,7 @@ from torchrl_vllm_sync.errors import (
     NoReplicaAvailableError,
     ReplicaUnavailableError,
     RequestLostError,
+    ServiceClosedError,
 )
 from torchrl_vllm_sync.requests import dispatch
 from torchrl_vllm_sync.requests.messages import EngineResult, SampleReport, VersionSpan
@@ -443,6 +444,10 @@ async def test_a_replica_whose_address_nobody_answers_costs_attempts_and_then_sa
     assert rig.load.total_in_flight == 0
 
 
+def connected(look):
+    return lambda: contextlib.nullcontext(look())
+
+
 @pytest.mark.parametrize("is_up", [False, True])
 async def test_only_while_ray_is_up_it_is_asked_why_a_connection_ended(monkeypatch, is_up):
     """Asking would start a cluster; nor is it asked about a connection that nobody uses."""
@@ -452,7 +457,8 @@ async def test_only_while_ray_is_up_it_is_asked_why_a_connection_ended(monkeypat
     answers, reading = await begin(rig, requests)
     rig.load.mark("b", ReplicaState.SERVING)
     rig.load.mark("a", ReplicaState.DRAINING)  # nobody connects again
-    monkeypatch.setattr(dispatch, "staying_connected", lambda: contextlib.nullcontext(is_up))
+    looks = iter([is_up])  # it is up again for the other replica
+    monkeypatch.setattr(dispatch, "staying_connected", connected(lambda: next(looks, True)))
     streams_at = actor.streams_at.remote
     monkeypatch.setattr(actor, "streams_at", Method(lambda: asked.append(1) or streams_at()))
     actor.items.put_nowait(ActorDiedError())
@@ -460,6 +466,48 @@ async def test_only_while_ray_is_up_it_is_asked_why_a_connection_ended(monkeypat
         await asyncio.gather(*reading)
     assert [each[-1].replica_id for each in answers] == ["b", "b"]
     assert len(asked) == is_up
+
+
+class Untouched(Method):
+    """A method of an actor that must not be called after the end of Ray, which its actor notes."""
+
+    def __init__(self, actor, function):
+        super().__init__(self.call)
+        self.actor, self.function = actor, function
+
+    def call(self, *args, **options):
+        assert self.actor.ray["is_up"]
+        return self.function(*args, **options)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("", b"a" * 16), None])
+async def test_after_the_end_of_ray_no_actor_is_called(monkeypatch, is_stream, error):
+    """That would start another cluster, or end this process."""
+    ray = {"is_up": True}
+
+    async def end():
+        ray["is_up"] = False
+        await (hang() if error is None else raises(error)())
+
+    rig = Rig(*(FakeActor(name, num_answers=0, then=end) for name in "ab"))
+    for actor in rig.actors:
+        actor.ray = ray
+        for name in ("run_batch", "streams_at", "abort"):
+            setattr(actor, name, Untouched(actor, getattr(actor, name).remote))
+    monkeypatch.setattr(dispatch, "GRACE_S", 0.0)
+    monkeypatch.setattr(dispatch, "staying_connected", connected(lambda: ray["is_up"]))
+    requests, results = make_requests(1, timeout_s=0.5), []
+    async with asyncio.timeout(10):
+        if error is not None:
+            with pytest.raises(ServiceClosedError, match="Ray was shut down"):
+                await (read(rig.stream(*requests), results) if is_stream else rig.run(requests))
+        elif is_stream:
+            await read(rig.stream(*requests), results)
+        else:
+            results = await rig.run(requests)
+    assert [type(one.error) for one in results] == [GenerationTimeoutError] * (error is None)
+    assert rig.load.total_in_flight == 0
 
 
 async def test_a_stream_that_is_dropped_ends_the_engines_work():

@@ -369,7 +369,7 @@ class Streams:
             if self._writer is None:
                 limit_s = max(one.timeout_s for one in starting) + GRACE_S
                 async with asyncio.timeout(limit_s):
-                    host, port, key = await self._actor.streams_at.remote()
+                    host, port, key = await _call(self._actor.streams_at)
                     reader, writer = await asyncio.open_connection(host, port)
                 # The loop may end before the task has begun.
                 reading, self._writer = self._begin(self._read(reader, writer)), writer
@@ -553,7 +553,7 @@ class Dispatcher:
                     answers: Any = streams.answers(asked[0], are_whole=so_far.is_whole)
                 else:
                     run_batch = actor.run_batch.options(num_returns="streaming")
-                    answers = aiter(run_batch.remote(asked, want_prompt=False))
+                    answers = aiter(_call(run_batch, asked, want_prompt=False))
                 with watch.active():
                     while left:
                         # A stream may be read slowly, and each step in a task of its own: there the
@@ -586,7 +586,7 @@ class Dispatcher:
             if lost is not None:
                 left.clear()
                 if may_return and ids:  # not waited for: it is out of reach
-                    actor.abort.remote(ids)
+                    _call(actor.abort, ids)
             for name in names:
                 yield _unanswered(name, lost or failure(name))
         finally:
@@ -671,8 +671,8 @@ class Dispatcher:
         """Has the engine drop requests; one that is dead or hung has nothing to drop."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await actor.abort.remote(request_ids)
-        except (RayError, TimeoutError) as error:
+                await _call(actor.abort, request_ids)
+        except (RayError, TimeoutError, errors.ServiceClosedError) as error:
             logger.warning("could not abort %d requests: %s", len(request_ids), error)
 
     async def _end_former(self, actor: Any, pending: Sequence[PendingRequest]) -> None:
@@ -689,6 +689,14 @@ class Dispatcher:
         held = {one.replica_id: one.describe() for one in self._load.snapshots()} | error.held
         told = errors.VersionNotReachedError(error.version, held, error.timeout_s)
         return dataclasses.replace(result, error=told)
+
+
+def _call(method: Any, *args: Any, **options: Any) -> Any:
+    """Calls an actor, unless Ray was shut down: another would be started, or this process ended."""
+    with staying_connected() as is_connected:
+        if not is_connected:
+            raise errors.ServiceClosedError("Ray was shut down, and the service with it")
+        return method.remote(*args, **options)
 
 
 def _from_any_thread(callback: Callable[[], object]) -> Callable[[], None]:
