@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,19 @@ def test_who_is_restarted_while_it_is_removed_is_ended_as_what_it_is_then(rig):
     rig.fleet.remove_replicas(["1"], drain_timeout_s=0)
     assert rig.closed == ["new 1"]
     assert rig.load.replica_ids == ["0"]
+
+
+def test_one_that_dies_again_before_it_has_reported_sleeps_again(rig, monkeypatch):
+    rig.replicas.settings = replace(rig.replicas.settings, colocated=True)
+    rig.replicas.put(without={"1"})
+    rig.load.follow(["0"])
+    monkeypatch.setattr(rig.replicas, "learn", lambda *_, **__: None)
+    rig.load.observe(EngineReport(replica_id="0", state=ReplicaState.UPDATING, asleep=True))
+    for _ in range(2):
+        rig.load.mark("0", ReplicaState.FAILED)
+        rig.calls.clear()
+        rig.fleet.restart("0")
+        assert ("sleep", "new 0") in rig.calls
 
 
 def test_who_is_removed_twice_at_once_is_ended_once_and_with_it_the_others(rig):

@@ -14,6 +14,8 @@ from torchrl_vllm_sync.errors import (
     TransferNotReadyError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.replica import EngineReport
+from torchrl_vllm_sync.service.fleet import Fleet
 from torchrl_vllm_sync.service.replicas import Answers
 from torchrl_vllm_sync.service.weights import NativeClient
 
@@ -136,6 +138,23 @@ def test_where_engines_sleep_for_a_trainer_the_dead_keep_none_awake(monkeypatch)
     for call in (others.client.sleep, others.client.wake_up):
         with pytest.raises(ReplicaUnavailableError, match="replica 1 is failed"):
             call()
+
+
+@pytest.mark.parametrize(("level", "sleeps"), [(0, False), (1, True), (2, True)])
+def test_those_that_die_as_they_fall_asleep_come_back_asleep(monkeypatch, level, sleeps):
+    rig = Rig(monkeypatch, colocated=True)
+    load = rig.replicas.load
+    serving = [EngineReport(replica_id=name, state=ReplicaState.SERVING) for name in "01"]
+    for one in serving:
+        load.observe(one)
+    asked_at = load.clock()
+    rig.answers = {"1": ReplicaUnavailableError("1", ReplicaState.FAILED, "its actor died")}
+    rig.client.sleep(level, "keep")
+    for one in serving:
+        load.observe(one, asked_at=asked_at)  # on its way meanwhile
+        load.mark(one.replica_id, ReplicaState.FAILED)
+    monkeypatch.setattr(rig.replicas, "learn", lambda timeout_s: None)
+    assert Fleet(rig.replicas, rig.client)._are_asleep() == sleeps
 
 
 @pytest.mark.parametrize(

@@ -438,6 +438,13 @@ class LoadTracker:
                 known.state, known.reason = state, reason
                 return True
 
+    def note_asleep(self, replica_ids: Iterable[str]) -> None:
+        """Records that engines were put to sleep, which one that dies at once never reports."""
+        with self.lock:
+            for known in filter(None, map(self._snapshots.get, replica_ids)):
+                known.report = dataclasses.replace(known.report, asleep=True)
+                known.asked_at = self.clock()
+
     def set_floor(self, replica_id: str, version: int) -> None:
         """Excludes a replica, which may not know that it is behind, until it holds ``version``."""
         with self._changing(replica_id) as known:

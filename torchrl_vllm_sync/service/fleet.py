@@ -136,12 +136,13 @@ class Fleet:
         )
         try:
             with self._pusher.exclusive(PUSH_TIMEOUT_S):
-                if self._replicas.settings.colocated and self._are_asleep():
+                if are_asleep := self._replicas.settings.colocated and self._are_asleep():
                     self._call(members, "sleep", 2, "keep").raise_failures()
                 with self._lock:
                     for one in members if num_restarts else ():
                         self._member(one.replica_id)  # it may have been removed meanwhile
                     self._put(members)
+                self._load.note_asleep(ids if are_asleep else ())
         except BaseException:
             close_members(members, timeout_s=0.0)
             raise

@@ -364,10 +364,13 @@ class NativeClient:
         start = time.perf_counter()
         with self._weights.pusher.exclusive(timeout_s):  # catching up wakes one, too
             answers = self._call("sleep", level, mode, timeout_s=timeout_s)
+            dead = [name for name, one in answers.items() if is_dead(one)]
+            if level > 0:
+                self._replicas.load.note_asleep([*answers.good, *dead])
         seconds = time.perf_counter() - start
         self._replicas.learn()
         if self._replicas.settings.colocated:  # what is dead holds nothing, and comes back asleep
-            answers = Answers({name: one for name, one in answers.items() if not is_dead(one)})
+            answers = Answers({name: one for name, one in answers.items() if name not in dead})
         answers.raise_failures()
         if level > 0:
             self._weights.pusher.slept_s = seconds
