@@ -529,6 +529,19 @@ async def test_what_a_caller_that_is_gone_asked_for_ends(answers, engine):
     await until(lambda: len(engine.aborted) == 2)
 
 
+async def test_what_a_caller_asked_for_that_takes_nothing_more_ends(monkeypatch, answers, engine):
+    monkeypatch.setattr("torchrl_vllm_sync.engine.answers.TAKEN_TIMEOUT_S", 0.5, raising=False)
+    async with caller(answers) as (ask, told):
+        ask(request("a"), request("b"))
+        await until(lambda: len(answers.gate.running) == 2)
+        await asyncio.sleep(1.0)  # nothing was sent that it could take
+        engine.put("a~1")
+        await told(more=False)
+        with pytest.raises(asyncio.IncompleteReadError):  # the connection was closed
+            await told()
+    assert engine.aborted == ["b~2"]
+
+
 @pytest.mark.parametrize("said", [b"", b"a wrong key of thirty-two letters"[:32]])
 async def test_nothing_is_taken_from_who_does_not_say_the_key(monkeypatch, answers, said):
     monkeypatch.setattr("torchrl_vllm_sync.engine.answers.KEY_TIMEOUT_S", 0.1)

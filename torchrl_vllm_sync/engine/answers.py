@@ -56,6 +56,8 @@ BATCH_LINGER_S = 0.05
 TURN_S = 0.005
 # What a caller says before it asks for streams, and for how long it is waited for.
 KEY_BYTES, KEY_TIMEOUT_S = 32, 10.0
+# Seconds for a caller to take what it was sent, such as one whose loop was kept busy.
+TAKEN_TIMEOUT_S = 600.0
 # Seconds for a request by default.
 TIMEOUT_S = 3600.0
 # How many ids are remembered of requests that were given up before they arrived.
@@ -485,8 +487,9 @@ class Streams:
             unsent, self._unsent = self._unsent, {}
             results = [_without_prompt(one) for one in unsent.values()]
             writer.write(framed(pickle.dumps(([name for name, _ in unsent], results))))
-            await writer.drain()
-            await self._taken.wait()
+            async with asyncio.timeout(TAKEN_TIMEOUT_S):
+                await writer.drain()
+                await self._taken.wait()
             self._taken.clear()
 
     async def _run(self, request: EngineRequest) -> None:
