@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(options: argparse.Namespace, _: Console) -> None:
+def _train(options: argparse.Namespace, console: Console) -> None:
     """Trains, once the settings are known to be right."""
     from torchrl_vllm_sync.rl.config import GRPOConfig
 
@@ -102,6 +102,9 @@ def _train(options: argparse.Namespace, _: Console) -> None:
 
     sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
     train_grpo(config)
+    kept, logs = config.logging.checkpoint_dir, config.logging.log_dir
+    weights = f"weights in {kept}" if kept else "weights are kept with logging.checkpoint_dir"
+    console.print(f"logs in {logs}; {weights}", markup=False)
 
 
 def _serve(options: argparse.Namespace, console: Console) -> None:
@@ -117,7 +120,8 @@ def _serve(options: argparse.Namespace, console: Console) -> None:
     with AsyncVLLM.from_pretrained(options.model, num_replicas=replicas, **settings) as service:
         server = service.serve(**serving)
         collect_rarely()
-        console.print(f"serving at {server.url}/v1 until Ctrl-C", markup=False)
+        name = settings.get("served_model_name", options.model)
+        console.print(f"serving at {server.url}/v1 as {name} until Ctrl-C", markup=False)
         for _ in _looks(WATCH_S):
             if not server.is_open:
                 raise ServiceClosedError("the server has ended")
@@ -127,6 +131,7 @@ def _setting(text: str) -> tuple[str, Any]:
     import yaml
 
     name, equals, value = text.partition("=")
+    name = name.replace("-", "_")  # as of vllm serve
     with contextlib.suppress(yaml.YAMLError):
         if name.isidentifier() and equals:
             return name, yaml.safe_load(value)

@@ -214,6 +214,18 @@ def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint)
     assert tuned.push_weights(source).version == version + 1
 
 
+def test_merged_weights_beside_kept_adapters_are_told_of(tuned, checkpoint, caplog):
+    model = adapted(checkpoint, 26)
+    tuned.push_weights(AdapterSource(model))
+    tuned.push_weights(load_tiny_model(checkpoint))
+    assert "merged" not in caplog.text
+    tuned.push_weights(model)
+    assert "an adapter is merged into what is pushed" in caplog.text
+    assert error(model, answer(tuned, adapter="")) < TOLERANCE
+    assert error(model, answer(tuned)) > 100 * TOLERANCE  # which it warns of
+    tuned.push_weights(load_tiny_model(checkpoint))
+
+
 def test_a_pinned_replica_takes_no_adapter_from_another(tuned, checkpoint):
     tuned.push_weights(AdapterSource(adapted(checkpoint, 24)))
     with tuned.pinned() as pinned:

@@ -410,12 +410,16 @@ def test_the_command_serves_until_it_is_interrupted(service, server, monkeypatch
     assert thresholds[1][0] >= 10 * thresholds[0][0]  # its process looks for garbage rarely
     assert launched == [("a/model", {"num_replicas": 2, "max_model_len": 64})]
     assert found == [200]
-    assert "serving at http://127.0.0.1:" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "serving at http://127.0.0.1:" in said
+    assert "as a/model" in said
     with pytest.raises(SystemExit, match="2"):
         cli.main(["serve", "a/model", "--engine", "max_model_len"])
     auto = "enable_auto_tool_choice=true"
     for wrong, told in (
         (["--port", str(server.port)], "must be free to listen on"),
+        (["--port", "99999"], "port must be from 0 to 65535, got 99999"),
+        (["--option", "served-model-name=a"], "no options of vLLM's server: ['served_model_name']"),
         (["--option", "api_key=1234"], "api_key must be text"),
         (["--option", "capture=0"], "capture must be at least 1"),
         (["--option", "tool_parser=hermes"], "tool_parser"),

@@ -12,8 +12,9 @@ import torch
 
 from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
 from torchrl_vllm_sync import GRPOConfig, GRPORun, TextReward, cli, train_grpo
-from torchrl_vllm_sync.errors import ConfigError
+from torchrl_vllm_sync.errors import ConfigError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl import grpo, run_state
+from torchrl_vllm_sync.rl.tasks import Prompts, make_env
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 pytestmark = [
@@ -117,6 +118,46 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
         ConfigError, match=r"train.epochs must be greater than or equal to 1.*must be a section"
     ):
         config.check()
+
+
+def task(config):
+    return TASKS[config.logging.experiment_name]
+
+
+def right(prompts, answers):
+    return [float(bool(one)) for one in answers]
+
+
+ROWS = [{"query": [f"{number}?"]} for number in range(3)]
+TASKS = {"rewarded": (ROWS, TextReward(right)), "function": (ROWS, right)}
+TASKS |= {"prompts alone": ROWS, "text": (ROWS, "right"), "nothing": None}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_of_ones_own_is_prompts_and_a_reward(name):
+    config = GRPOConfig.load(overrides=[f"env.dataset={__name__}:task"])
+    config.logging.experiment_name = name
+    if name in ("rewarded", "function"):
+        prompts, reward = grpo.load_task(config)
+        assert (prompts, type(reward)) == (ROWS, TextReward)
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"env.dataset.*{__name__}:task' must return prompts"
+        ):
+            grpo.load_task(config)
+
+
+def test_a_sequence_of_prompts_is_begun_again_and_an_iterator_must_not_end():
+    """The first of them come twice, since TorchRL's collector drops what it got at first."""
+    prompts = Prompts(ROWS, 2)
+    assert [*prompts] == [*ROWS[:2], *ROWS]
+    assert [*prompts] == ROWS
+    env = make_env(TOKENIZER, ROWS, TextReward(right), num_envs=4, repeats=2)
+    seen = [{one["query"] for one in env.reset().unbind(0)} for _ in range(6)]
+    assert set.union(*map(set, seen)) == {f"{number}?" for number in range(3)}
+    env = make_env(TOKENIZER, iter(ROWS), TextReward(right), num_envs=4, repeats=2)
+    with pytest.raises(UnsupportedArgumentError, match="prompts must go on"):
+        [env.reset() for _ in range(6)]
 
 
 COMMAND = """

@@ -62,8 +62,8 @@ class EnvConfig:
     """What is asked."""
 
     # low-ids, which a random model can learn; gsm8k; a data set of the package reasoning-gym; or
-    # module:function, which is called with the configuration and returns prompts, an iterable of
-    # {"query": [text], ...}, and a TextReward.
+    # module:function, which is called with the configuration and returns prompts, {"query": [text],
+    # ...} each, and a TextReward or its function. A sequence of prompts is begun again at its end.
     dataset: str = "low-ids"
     num_envs: Count = 32  # rows that are sampled at a time: whole groups
     repeats: Several = 8  # answers to each prompt, which are a group

@@ -109,7 +109,14 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError({"env.dataset": f"{name!r} cannot be imported: {error}"}) from error
-    return make(config)
+    match make(config):
+        case (prompts, TextReward() as reward):
+            return prompts, reward
+        case (prompts, reward) if callable(reward):
+            return prompts, TextReward(reward)
+        case other:
+            told = f"{name!r} must return prompts and a TextReward, got {type(other).__name__}"
+            raise ConfigError({"env.dataset": told})
 
 
 class Learner:

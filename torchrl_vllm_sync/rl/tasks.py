@@ -131,12 +131,21 @@ def held_out(dataset: str, number: int) -> list[dict[str, list[str]]]:
     return [*itertools.islice(problems(dataset, None), number)]
 
 
-def first_twice(items: Iterable[Mapping[str, Any]], number: int) -> Iterator[Any]:
-    """Yields the first ``number`` of ``items`` a second time, and goes on with the others."""
+class Prompts:
+    """The rows of a data set: the first ``number`` twice, and all once more where they end."""
+
     # TorchRL's collector (0.14) resets its environment while it is built, and drops what it got.
-    rest = iter(items)
-    first = list(itertools.islice(rest, number))
-    return itertools.chain(first, first, rest)
+    def __init__(self, rows: Iterable[Mapping[str, Any]], number: int) -> None:
+        self._rows, self._twice = rows, number
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        twice, self._twice, rest = self._twice, 0, iter(self._rows)
+        if not (first := list(itertools.islice(rest, twice or 1))):
+            raise UnsupportedArgumentError(
+                "prompts must go on as long as the run, or be a sequence, which is begun again: "
+                "there are no more"
+            )
+        yield from itertools.chain(first[:twice], first, rest)
 
 
 def make_env(
@@ -148,7 +157,7 @@ def make_env(
     repeats: int = 1,
 ) -> TransformedEnv:
     """Returns the environment of a collector: an episode is one prompt and one answer."""
-    loader: Any = first_twice(prompts, num_envs // repeats)
+    loader: Any = Prompts(prompts, num_envs // repeats)
     env = ChatEnv.from_dataloader(
         dataloader=loader,
         batch_size=(num_envs,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from http import HTTPStatus
@@ -147,6 +148,11 @@ def server_args(options: Mapping[str, Any]) -> Any:
 
         cli_args, validate, *_ = _parts_of_vllm()
         args: Any = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        known = {one.name for one in dataclasses.fields(cli_args.BaseFrontendArgs)}
+        if unknown := sorted(options.keys() - known):
+            raise errors.UnsupportedArgumentError(
+                f"no options of vLLM's server: {unknown}; an engine takes its own as it is launched"
+            )
         vars(args).update(vars(cli_args.BaseFrontendArgs(**options)))
         cli_args.validate_parsed_serve_args(args)
         validate(args)

@@ -140,6 +140,8 @@ def _limit(capture: Any) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if isinstance(port, int) and not 0 <= port < 2**16:  # the C library takes its last 16 bits
+        raise UnsupportedArgumentError(f"port must be from 0 to 65535, got {port}")
     try:
         found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(found[4][:2], family=found[0], backlog=2048)

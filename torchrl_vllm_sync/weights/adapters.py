@@ -411,6 +411,11 @@ class AdapterSender:
             self._newest[source.name] = adapter, (source.config, metadata), flat
         return answers
 
+    @property
+    def names(self) -> list[str]:
+        """Of which adapters engines hold a version that was sent from here."""
+        return sorted(self._newest)
+
     def newest(self) -> list[tuple[Adapter, Kind, Any]]:
         """The newest version of each adapter that was sent from here, by value."""
         return [(one, kind, _bytes_of(flat)) for one, kind, flat in self._newest.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import statistics
 import threading
 import time
@@ -24,12 +25,17 @@ from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, Repl
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource, Packed
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.module import OfLast, ParamMeta
+from torchrl_vllm_sync.weights.module import OfLast, ParamMeta, is_peft
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, clear_caches, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import WeightSource, as_weight_source, fit_to_model
+from torchrl_vllm_sync.weights.source import (
+    StableSource,
+    WeightSource,
+    as_weight_source,
+    fit_to_model,
+)
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
     MOST_ATTEMPTS,
@@ -49,6 +55,8 @@ from torchrl_vllm_sync.weights.transport import (
     raise_exceptions,
     reason_of,
 )
+
+logger = logging.getLogger(__name__)
 
 # ---- Earlier pushes: their times, and their versions
 
@@ -535,6 +543,14 @@ class WeightPusher:
                 was_ours = stack.enter_context(self._turn(ending))
                 source = self._fitted(given)
                 is_adapter = isinstance(source, AdapterSource)
+                owner = given.owner if isinstance(given, StableSource) else None
+                merges = isinstance(owner, torch.nn.Module) and is_peft(owner) and not is_adapter
+                if merges and (kept := self._adapters.names):
+                    logger.warning(
+                        "an adapter is merged into what is pushed, and engines add those that they "
+                        "hold, %s, to it: ask for answers with adapter=''",
+                        kept,
+                    )
                 unchecked = options.allow_nonfinite or is_adapter
                 check = None if unchecked else FiniteCheck(source)
                 known = self._pushed.get(version)
