@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
-from tests.engine.faults import memory_files, num_loras_in_use
+from tests.engine.faults import engine_core_pid, memory_files, num_loras_in_use
 from tests.engine.requests import eventually, num_running, sampling, slowed
 from tests.engine.test_torchrl_faces import asked, policy_of
 from torchrl_vllm_sync import (
@@ -215,15 +215,22 @@ def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint)
 
 
 def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tuned, checkpoint):
-    """Also where one of a lower rank, and of fewer layers, leaves some of it as it was."""
-    model = adapted(checkpoint, 31)
+    """Also where one of a lower rank, and of fewer layers, leaves some of it as it was.
+
+    The step after it is like the one before.
+    """
+    model, engines = adapted(checkpoint, 31), [engine_core_pid(one) for one in tuned.actors]
     tuned.push_weights(AdapterSource(model))
     assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    ask = functools.partial(tuned.generate, [5, 6, 7], sampling(max_tokens=1, logprobs=0))
+    assert max(error(model, ask(actor_index=index)) for index in (0, 1)) < TOLERANCE
     tuned.sleep(2, "keep")
     assert tuned.replicas.call_replicas("collective_rpc", "sync_lose_slots").good
     tuned.wake_up(["weights"])
     tuned.push_weights(load_tiny_model(checkpoint))
     tuned.wake_up(["kv_cache"])
+    assert max(error(model, ask(actor_index=index)) for index in (0, 1)) < TOLERANCE
+    assert [engine_core_pid(one) for one in tuned.actors] == engines
     assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
     model = adapted(checkpoint, 32, r=2, target_modules=["up_proj"])
     tuned.push_weights(AdapterSource(model))

@@ -284,6 +284,7 @@ class WorkerAdapters:
         for one in filter(None, [*self._slots.lora_index_to_id]):
             self._slots.deactivate_adapter(one)
         self._filled.clear()
+        self._slots._last_mapping = None  # and so was what kernels were told of these slots
 
     def give(self, lora_id: int, path: str) -> None:
         """Writes a version's bytes into a file in memory."""
