@@ -341,6 +341,25 @@ def test_an_audit_names_the_adapter_that_was_not_delivered(tuned, checkpoint):
         assert error(beside, answer(tuned, adapter="beside", actor_index=index)) < TOLERANCE
 
 
+def test_an_audit_is_of_what_is_served_and_not_of_what_came_too_late(tuned, checkpoint):
+    model, name = adapted(checkpoint, 33), "late"
+    version = tuned.push_weights(AdapterSource(model, name)).version
+    for index in (0, 1):
+        spoil(tuned, index, delay_s=LATE_S)
+    late = AdapterSource(changed(copy.deepcopy(model), 34), name)
+    with pytest.raises(errors.WeightSyncError, match="longer than 1 s"):
+        tuned.push_weights(late, timeout_s=1.0)
+    for index in (0, 1):
+        spoil(tuned, index)  # which waits until the worker has taken it
+    assert_one_version(tuned, name, model, version)
+    with pytest.raises(errors.WeightAuditError, match=f"{name}:"):
+        tuned.audit(late)
+    assert tuned.audit(AdapterSource(model, name)).versions == {"0": version, "1": version}
+    tuned.push_weights(AdapterSource(model, "beside"))
+    with pytest.raises(errors.WeightAuditError, match=f"{name}:"):
+        tuned.audit(late)
+
+
 def test_other_nodes_get_an_adapter_by_value(tuned, checkpoint, monkeypatch):
     monkeypatch.setattr(adapters, "this_node", lambda: "another")
     model, held = adapted(checkpoint, 16), []
