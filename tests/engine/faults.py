@@ -84,6 +84,8 @@ class AdapterWorker(PacedWorker):
         for layer in slots.modules.values():
             for one in (*layer.lora_a_stacked, *layer.lora_b_stacked):
                 one.fill_(float("nan"))
+            if (order := getattr(layer, "sharded_to_full_mapping_gpu", None)) is not None:
+                order.zero_()
         for told in slots.punica_wrapper_mapping.values():
             for one in filter(torch.is_tensor, vars(told).values()):
                 one.fill_(-1)

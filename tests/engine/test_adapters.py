@@ -30,7 +30,7 @@ from torchrl_vllm_sync import (
     errors,
     vLLMWrapper,
 )
-from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
+from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import adapters
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -235,6 +235,21 @@ def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tun
     model = adapted(checkpoint, 32, r=2, target_modules=["up_proj"])
     tuned.push_weights(AdapterSource(model))
     assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
+
+
+def test_workers_of_one_engine_know_whose_logits_are_whose_after_they_slept(cluster, tmp_path):
+    checkpoint = make_tiny_checkpoint(tmp_path, architecture="qwen3", tied=False)
+    how = {"tensor_parallel_size": 2, "worker_extension_cls": "tests.engine.faults.AdapterWorker"}
+    model = adapted(checkpoint, 36)
+    with AsyncVLLM.from_pretrained(checkpoint, enable_lora=True, **how, **ENGINE) as service:
+        service.push_weights(AdapterSource(model))
+        assert error(model, answer(service)) < TOLERANCE
+        service.sleep(2, "keep")
+        assert service.replicas.call_replicas("collective_rpc", "sync_lose_slots").good
+        service.wake_up(["weights"])
+        service.push_weights(load_tiny_model(checkpoint))
+        service.wake_up(["kv_cache"])
+        assert error(model, answer(service)) < TOLERANCE
 
 
 def test_cached_prefixes_are_those_of_one_version(tuned, checkpoint):

@@ -283,6 +283,9 @@ class WorkerAdapters:
             self._slots.deactivate_adapter(one)
         self._filled.clear()
         self._slots._last_mapping = None  # and so was what kernels were told of these slots
+        for layer in self._slots.modules.values():  # and where workers' logits belong
+            if (order := getattr(layer, "sharded_to_full_mapping_gpu", None)) is not None:
+                order.copy_(torch.tensor(layer.sharded_to_full_mapping))
 
     def give(self, lora_id: int, path: str) -> None:
         """Writes a version's bytes into a file in memory."""
