@@ -79,10 +79,16 @@ class AdapterWorker(PacedWorker):
         return len(own._held), len(own._manager.list_adapters())
 
     def sync_lose_slots(self):
-        """What sleep of level 2 does on a GPU."""
-        for layer in self._sync_adapters._slots.modules.values():
+        """What sleep of level 2 does on a GPU; what kernels are told of slots is lost, too."""
+        slots = self._sync_adapters._slots
+        for layer in slots.modules.values():
             for one in (*layer.lora_a_stacked, *layer.lora_b_stacked):
                 one.fill_(float("nan"))
+            if (order := getattr(layer, "sharded_to_full_mapping_gpu", None)) is not None:
+                order.zero_()
+        for told in slots.punica_wrapper_mapping.values():
+            for one in filter(torch.is_tensor, vars(told).values()):
+                one.fill_(-1)
 
     def sync_count_lookups(self):
         """How often, since the first call, a step had adapters, and vLLM looked for their slots."""

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.conftest import ENGINE
-from tests.engine.faults import memory_files, num_loras_in_use
+from tests.engine.faults import engine_core_pid, memory_files, num_loras_in_use
 from tests.engine.requests import eventually, num_running, sampling, slowed
 from tests.engine.test_torchrl_faces import asked, policy_of
 from torchrl_vllm_sync import (
@@ -30,7 +30,7 @@ from torchrl_vllm_sync import (
     errors,
     vLLMWrapper,
 )
-from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
+from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import adapters
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -214,18 +214,6 @@ def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint)
     assert tuned.push_weights(source).version == version + 1
 
 
-def test_merged_weights_beside_kept_adapters_are_told_of(tuned, checkpoint, caplog):
-    model = adapted(checkpoint, 26)
-    tuned.push_weights(AdapterSource(model))
-    tuned.push_weights(load_tiny_model(checkpoint))
-    assert "merged" not in caplog.text
-    tuned.push_weights(model)
-    assert "an adapter is merged into what is pushed" in caplog.text
-    assert error(model, answer(tuned, adapter="")) < TOLERANCE
-    assert error(model, answer(tuned)) > 100 * TOLERANCE  # which it warns of
-    tuned.push_weights(load_tiny_model(checkpoint))
-
-
 def test_a_pinned_replica_takes_no_adapter_from_another(tuned, checkpoint):
     tuned.push_weights(AdapterSource(adapted(checkpoint, 24)))
     with tuned.pinned() as pinned:
@@ -238,20 +226,19 @@ def test_a_pinned_replica_takes_no_adapter_from_another(tuned, checkpoint):
     tuned.wait_until_serving(timeout_s=60)
 
 
-def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tuned, checkpoint):
-    """Also where one of a lower rank, and of fewer layers, leaves some of it as it was."""
-    model = adapted(checkpoint, 31)
-    tuned.push_weights(AdapterSource(model))
-    assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
-    tuned.sleep(2, "keep")
-    assert tuned.replicas.call_replicas("collective_rpc", "sync_lose_slots").good
-    tuned.wake_up(["weights"])
-    tuned.push_weights(load_tiny_model(checkpoint))
-    tuned.wake_up(["kv_cache"])
-    assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
-    model = adapted(checkpoint, 32, r=2, target_modules=["up_proj"])
-    tuned.push_weights(AdapterSource(model))
-    assert max(error(model, answer(tuned, actor_index=index)) for index in (0, 1)) < TOLERANCE
+def test_workers_of_one_engine_know_whose_logits_are_whose_after_they_slept(cluster, tmp_path):
+    checkpoint = make_tiny_checkpoint(tmp_path, architecture="qwen3", tied=False)
+    how = {"tensor_parallel_size": 2, "worker_extension_cls": "tests.engine.faults.AdapterWorker"}
+    model = adapted(checkpoint, 36)
+    with AsyncVLLM.from_pretrained(checkpoint, enable_lora=True, **how, **ENGINE) as service:
+        service.push_weights(AdapterSource(model))
+        assert error(model, answer(service)) < TOLERANCE
+        service.sleep(2, "keep")
+        assert service.replicas.call_replicas("collective_rpc", "sync_lose_slots").good
+        service.wake_up(["weights"])
+        service.push_weights(load_tiny_model(checkpoint))
+        service.wake_up(["kv_cache"])
+        assert error(model, answer(service)) < TOLERANCE
 
 
 def test_cached_prefixes_are_those_of_one_version(tuned, checkpoint):
@@ -356,6 +343,25 @@ def test_an_audit_names_the_adapter_that_was_not_delivered(tuned, checkpoint):
     for index in (0, 1):
         assert error(model, answer(tuned, adapter="audited", actor_index=index)) < TOLERANCE
         assert error(beside, answer(tuned, adapter="beside", actor_index=index)) < TOLERANCE
+
+
+def test_an_audit_is_of_what_is_served_and_not_of_what_came_too_late(tuned, checkpoint):
+    model, name = adapted(checkpoint, 33), "late"
+    version = tuned.push_weights(AdapterSource(model, name)).version
+    for index in (0, 1):
+        spoil(tuned, index, delay_s=LATE_S)
+    late = AdapterSource(changed(copy.deepcopy(model), 34), name)
+    with pytest.raises(errors.WeightSyncError, match="longer than 1 s"):
+        tuned.push_weights(late, timeout_s=1.0)
+    for index in (0, 1):
+        spoil(tuned, index)  # which waits until the worker has taken it
+    assert_one_version(tuned, name, model, version)
+    with pytest.raises(errors.WeightAuditError, match=f"{name}:"):
+        tuned.audit(late)
+    assert tuned.audit(AdapterSource(model, name)).versions == {"0": version, "1": version}
+    tuned.push_weights(AdapterSource(model, "beside"))
+    with pytest.raises(errors.WeightAuditError, match=f"{name}:"):
+        tuned.audit(late)
 
 
 def test_other_nodes_get_an_adapter_by_value(tuned, checkpoint, monkeypatch):
@@ -541,3 +547,42 @@ def test_a_replica_that_is_killed_in_mid_push_or_added_catches_up(tuned, checkpo
     assert_one_version(tuned, "killed", model, version)
     assert_one_version(tuned, "other", other, version - 1)
     tuned.remove_replicas(added)
+
+
+# ---- Base weights pushed anew, which a replica that restarts would not find
+
+
+def test_merged_weights_beside_kept_adapters_are_told_of(tuned, checkpoint, caplog):
+    model = adapted(checkpoint, 26)
+    tuned.push_weights(load_tiny_model(checkpoint))
+    tuned.push_weights(AdapterSource(model))
+    assert "merged" not in caplog.text
+    tuned.push_weights(model)
+    assert "an adapter is merged into what is pushed" in caplog.text
+    assert error(model, answer(tuned, adapter="")) < TOLERANCE
+    assert error(model, answer(tuned, adapter="default")) > 100 * TOLERANCE  # which it warns of
+    tuned.push_weights(load_tiny_model(checkpoint))
+
+
+def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tuned, checkpoint):
+    """Also where one of a lower rank, and of fewer layers, leaves some of it as it was.
+
+    The step after it is like the one before.
+    """
+    model, engines = adapted(checkpoint, 31), [engine_core_pid(one) for one in tuned.actors]
+    tuned.push_weights(AdapterSource(model))
+    params = sampling(max_tokens=1, logprobs=0)
+    ask = functools.partial(tuned.generate, sampling_params=params, adapter="default")
+    assert max(error(model, ask(PROMPT, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    assert max(error(model, ask([5, 6, 7], actor_index=index)) for index in (0, 1)) < TOLERANCE
+    tuned.sleep(2, "keep")
+    assert tuned.replicas.call_replicas("collective_rpc", "sync_lose_slots").good
+    tuned.wake_up(["weights"])
+    tuned.push_weights(load_tiny_model(checkpoint))
+    tuned.wake_up(["kv_cache"])
+    assert max(error(model, ask([5, 6, 7], actor_index=index)) for index in (0, 1)) < TOLERANCE
+    assert [engine_core_pid(one) for one in tuned.actors] == engines
+    assert max(error(model, ask(PROMPT, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    model = adapted(checkpoint, 32, r=2, target_modules=["up_proj"])
+    tuned.push_weights(AdapterSource(model))
+    assert max(error(model, ask(PROMPT, actor_index=index)) for index in (0, 1)) < TOLERANCE

@@ -28,7 +28,7 @@ class Client:
         self.given, self.dtypes, self.failing, self.memories = [], {}, set(), {}
         self.let_go, self.by_value = set(), []  # of whose memory; who got bytes
         self.far = set()  # whose second worker cannot reach the door
-        self.reading = {}
+        self.reading, self.versions = {}, {}
 
     def start_calls(self, method, calls, **_):
         answer = self._prepare if method == "prepare_adapter" else self._put
@@ -52,7 +52,9 @@ class Client:
     def _put(self, name, adapter, place):
         if isinstance(place, bytes):
             self.by_value.append((name, place))
-            return {}
+            return {"loaded": True}
+        if self.versions.get(name) == adapter.version:
+            return {"loaded": False}
         token, half = place
         if token in self.let_go:
             return errors.TransferNotReadyError("another trainer's memory has replaced it")
@@ -60,7 +62,10 @@ class Client:
         self.reading[name] = views  # until the next comes
         read = [one.clone() for one in views]
         self.given.append((name, token, read))
-        return errors.TransferError("late") if name in self.failing else {}
+        if name in self.failing:
+            return errors.TransferError("late")
+        self.versions[name] = adapter.version
+        return {"loaded": True}
 
 
 def adapted(rank):
@@ -120,6 +125,19 @@ def test_what_workers_took_last_is_not_written_before_they_take_the_next(rig):
             assert all(map(torch.equal, some, rig.client.reading[name])), (version, name)
 
 
+def test_what_workers_took_is_not_written_where_they_are_sent_the_same_version_again(rig):
+    for version in (1, 2):
+        pushed(rig, version)
+    taken = {name: [one.clone() for one in some] for name, some in rig.client.reading.items()}
+    for _ in range(3):
+        rig.sender.send(rig, Push(rig.source, 2, 1.0))
+        rig.source.views()[0][1].data.add_(1.0)
+        rig.sender.pack(rig.sender.look(rig.source), allow_nonfinite=False)
+        for name, some in taken.items():
+            assert all(map(torch.equal, some, rig.client.reading[name]))
+    pushed(rig, 3)
+
+
 def test_of_one_adapter_in_many_forms_the_last_two_keep_their_memory(rig):
     mapped, tokens = [], []
     for version, rank in enumerate((2, 1, 2, 1, 3, 4, 5, 6), 1):
@@ -155,7 +173,7 @@ def test_a_worker_that_has_let_go_of_its_memory_gets_the_bytes_and_gives_other_m
     rig.sender.pack(rig.source, allow_nonfinite=False)
     rig.sender.open(rig, rig.source)
     answers = rig.sender.send(rig, Push(rig.source, 2, 1.0))
-    assert answers == {"0": {}, "1": {}}
+    assert answers == {"0": {"loaded": True}, "1": {"loaded": True}}
     sent = rig.sender.content.flat.view(torch.uint8).numpy().tobytes()
     assert rig.client.by_value == [("1", sent)]
     then = pushed(rig, 3)

@@ -102,7 +102,6 @@ class WorkerAdapters:
         self._layouts: dict[str, Layout] = {}
         self._held: dict[int, Copy] = {}
         self._spare: list[Copy] = []  # of versions that are gone, the latest last
-        self._newest: dict[str, int] = {}
         # Memory that trainers write to, by the adapter's name and their token.
         self._inboxes = defaultdict[str, dict[str, MappedMemory]](dict)
         # Of each slot whose adapter is one of these, what fills it.
@@ -206,7 +205,6 @@ class WorkerAdapters:
         self._held[lora_id] = self._copied(came, layout)
         if is_file:
             self._finish()
-        self._newest[layout.name] = lora_id
 
     def _copied(self, came: torch.Tensor, layout: Layout) -> Copy:
         """The bytes that came, in memory of this worker's own."""
@@ -284,6 +282,10 @@ class WorkerAdapters:
         for one in filter(None, [*self._slots.lora_index_to_id]):
             self._slots.deactivate_adapter(one)
         self._filled.clear()
+        self._slots._last_mapping = None  # and so was what kernels were told of these slots
+        for layer in self._slots.modules.values():  # and where workers' logits belong
+            if (order := getattr(layer, "sharded_to_full_mapping_gpu", None)) is not None:
+                order.copy_(torch.tensor(layer.sharded_to_full_mapping))
 
     def give(self, lora_id: int, path: str) -> None:
         """Writes a version's bytes into a file in memory."""
@@ -302,12 +304,14 @@ class WorkerAdapters:
             for name, one in parts
         ]
 
-    def audited(self, digest: str) -> list[torch.Tensor] | None:
-        """Those parts, of the newest version."""
+    def audited(self, digest: str, served: list[int]) -> list[torch.Tensor] | None:
+        """Those parts, of the version that is among those ``served``."""
         if (layout := self._layouts.get(digest)) is None:
             return None
-        if (lora_id := self._newest.get(layout.name)) is None:
+        found = [one for one in served if self._held[one].layout.name == layout.name]
+        if not found:
             raise TransferError(f"adapter {layout.name!r} is not there")
+        (lora_id,) = found
         self._activate(lora_id)
         at = self._slots.lora_index_to_id.index(lora_id)
         return [one.slot(at) for one in layout.places]
@@ -340,7 +344,7 @@ class Adapters:
         self._held: dict[str, list[Held]] = {}
         self._ids = itertools.count(FIRST_ID)
         self._kinds: dict[str, Kind] = {}  # that the workers were prepared for, by digest
-        updates.drop_adapter = self._drop
+        updates.drop_adapter, updates.served_adapters = self._drop, self._served
 
     def choose(self, request: EngineRequest) -> Held | None:
         """The version that a request, which enters the engine now, is answered with."""
@@ -363,6 +367,9 @@ class Adapters:
             for name, versions in self._held.items()
         }
         self._held = {name: versions for name, versions in kept.items() if versions}
+
+    def _served(self) -> list[int]:
+        return [versions[-1].request.lora_int_id for versions in self._held.values()]
 
     def newest(self) -> dict[str, int]:
         return {name: versions[-1].adapter.version for name, versions in self._held.items()}

@@ -297,16 +297,22 @@ class Arrivals:
         call, how = ("comparing", "sync_plan_audit", metadata), self._updates.require_weights
         return [one["slices"] for one in await self._ask(*call, timeout_s=timeout_s, requires=how)]
 
+    async def _audit(self, *call: Any, timeout_s: float) -> Replies:
+        updates = self._updates
+        async with updates.exclusive(timeout_s) as deadline:
+            updates.require_whole()
+            call = *call, updates.served_adapters()
+            return await updates.ask_workers(*call, timeout_s=deadline.left_s, what="comparing")
+
     async def audit_weights(self, digest: str, *, timeout_s: float) -> dict[str, Any]:
-        call = "comparing", "sync_audit", digest
-        answers = await self._ask(*call, timeout_s=timeout_s, requires=self._updates.require_whole)
+        answers = await self._audit("sync_audit", digest, timeout_s=timeout_s)
         return {"version": self._updates.version, "workers": [one["checksums"] for one in answers]}
 
     async def audit_values(
         self, digest: str, rank: int, at: int, chunk: int, *, timeout_s: float
     ) -> bytes:
-        call = "comparing", "sync_audit_values", digest, rank, at, chunk
-        answers = await self._ask(*call, timeout_s=timeout_s, requires=self._updates.require_whole)
+        call = "sync_audit_values", digest, rank, at, chunk
+        answers = await self._audit(*call, timeout_s=timeout_s)
         return answers[rank]["values"]
 
     # ---- From a snapshot

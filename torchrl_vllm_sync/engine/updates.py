@@ -90,6 +90,7 @@ class Updates:
         self._lock = asyncio.Lock()
         # Drops what came as a version of an adapter and is not to be served.
         self.drop_adapter: Callable[[int], object] = lambda _: None
+        self.served_adapters: Callable[[], list[int]] = list  # what workers know them by
         self._floor = self._repeats = 0
         self._drains = self._was_admitted = False
         # Trainer and sender of the last push that began; sender and number of one under way.

@@ -387,10 +387,10 @@ class SyncWorkerExtension:
     def sync_give_adapter(self, lora_id: int, path: str) -> None:
         self._sync_adapters.give(lora_id, path)
 
-    def _sync_held(self, digest: str) -> list[torch.Tensor]:
+    def _sync_held(self, digest: str, adapters: list[int]) -> list[torch.Tensor]:
         """What an audit of such weights compares, those of an adapter if they are that."""
         has_adapters = self.vllm_config.lora_config is not None
-        found = self._sync_adapters.audited(digest) if has_adapters else None
+        found = self._sync_adapters.audited(digest, adapters) if has_adapters else None
         return self._sync_receiver().audited(digest) if found is None else found
 
     @answered
@@ -401,14 +401,17 @@ class SyncWorkerExtension:
         return {"slices": self._sync_receiver().plan_audit(weights) if found is None else found}
 
     @answered
-    def sync_audit(self, digest: str) -> dict[str, Any]:
-        return {"checksums": checksums(self._sync_held(digest))}
+    def sync_audit(self, digest: str, adapters: list[int]) -> dict[str, Any]:
+        return {"checksums": checksums(self._sync_held(digest, adapters))}
 
     @answered
-    def sync_audit_values(self, digest: str, rank: int, at: int, chunk: int) -> dict[str, Any]:
+    def sync_audit_values(
+        self, digest: str, rank: int, at: int, chunk: int, adapters: list[int]
+    ) -> dict[str, Any]:
         """Returns some bytes of one slice, if it is this worker who is asked."""
-        is_asked = self._sync_receiver().rank_in_replica == rank
-        return {"values": chunk_of(self._sync_held(digest)[at], chunk) if is_asked else b""}
+        if self._sync_receiver().rank_in_replica != rank:
+            return {"values": b""}
+        return {"values": chunk_of(self._sync_held(digest, adapters)[at], chunk)}
 
     def _sync_receiver(self) -> BroadcastReceiver:
         """Who knows the load plan, also while an engine of vLLM's takes the pushes."""

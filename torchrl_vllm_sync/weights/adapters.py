@@ -396,7 +396,8 @@ class AdapterSender:
         begin = time.perf_counter()
         answers = ask(members.client, "put_adapter", calls, push.timeout_s, push.confirm)
         for name in to.keys() - failed(answers).keys():
-            to[name].half, to[name].holds = 1 - to[name].half, None
+            if answers[name]["loaded"]:  # else it had this version, and has read neither half
+                to[name].half, to[name].holds = 1 - to[name].half, None
             self._known[members.incarnations[name], kind] = to[name]
         # Workers that have let go of the memory get it by value, and give other memory next time.
         refusals = failed(answers).items()
