@@ -51,7 +51,7 @@ from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from benchmarks.phases import Clock
 from benchmarks.record import Recorder, parser_of
 from torchrl_vllm_sync.rl.statistics import GPUUse
-from torchrl_vllm_sync.rl.tasks import first_twice, held_out, missing, prompts, reward, scorer
+from torchrl_vllm_sync.rl.tasks import Prompts, held_out, missing, prompts, reward, scorer
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 from tutorials.common.settings import PRESETS
 from tutorials.common.task import evaluate
@@ -85,7 +85,7 @@ class OverService:
             learner,
             case,
             Task(
-                first_twice(questions, case.rows // case.group),
+                Prompts(questions, case.rows // case.group),
                 self.sampling,
                 partial(reward, dataset),
                 transport,
