@@ -20,6 +20,7 @@ def quiet_engine():
     return SimpleNamespace(
         errored=False,
         engine_core=core,
+        vllm_config=SimpleNamespace(lora_config=None),
         _run_output_handler=lambda: None,
         pause_generation=nothing,
         resume_generation=nothing,
