@@ -204,6 +204,29 @@ def test_a_push_has_vllm_not_look_anew_for_slots_that_running_requests_use(tuned
     assert error(source.owner, answer(tuned, actor_index=0)) < TOLERANCE
 
 
+def test_a_version_that_was_dropped_stays_until_answers_are_done_with_it(tuned, checkpoint):
+    source, found = AdapterSource(adapted(checkpoint, 27)), []
+    before, old = copy.deepcopy(source.owner), tuned.push_weights(source).version
+    with slowed(tuned):
+        options = sampling(max_tokens=LONG // 2, ignore_eos=True, logprobs=0)
+        call = threading.Thread(
+            target=lambda: found.append(tuned.generate([5, 6, 7], options, actor_index=0))
+        )
+        call.start()
+        eventually(lambda: num_running(tuned) == 1)
+        dropped = tuned.replicas.call_replicas(
+            "__ray_call__", lambda one: (one._adapters._drop(old), one._adapters.newest())[1]
+        )
+        assert [*dropped.values()] == [{}, {}]
+        for seed in (28, 29):
+            tuned.push_weights(changed(source.owner, seed) and source)
+        assert not found
+        call.join()
+    assert versions(found[0]) == [old]
+    assert error(before, found[0]) < TOLERANCE
+    tuned.wait_until_serving(timeout_s=60)
+
+
 def test_a_version_is_pushed_again_with_the_same_values_alone(tuned, checkpoint):
     source = AdapterSource(adapted(checkpoint, 21))
     version = tuned.push_weights(source).version
@@ -582,7 +605,8 @@ def test_adapters_are_put_into_memory_anew_that_was_lost_while_engines_slept(tun
     tuned.wake_up(["kv_cache"])
     assert max(error(model, ask([5, 6, 7], actor_index=index)) for index in (0, 1)) < TOLERANCE
     assert [engine_core_pid(one) for one in tuned.actors] == engines
-    assert max(error(model, ask(PROMPT, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    ask = functools.partial(answer, tuned, adapter="default")
+    assert max(error(model, ask(actor_index=index)) for index in (0, 1)) < TOLERANCE
     model = adapted(checkpoint, 32, r=2, target_modules=["up_proj"])
     tuned.push_weights(AdapterSource(model))
-    assert max(error(model, ask(PROMPT, actor_index=index)) for index in (0, 1)) < TOLERANCE
+    assert max(error(model, ask(actor_index=index)) for index in (0, 1)) < TOLERANCE

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchrl.envs import RewardSum
 
 from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
 from torchrl_vllm_sync import GRPOConfig, GRPORun, TextReward, cli, train_grpo
@@ -130,6 +131,7 @@ def right(prompts, answers):
 
 ROWS = [{"query": [f"{number}?"]} for number in range(3)]
 TASKS = {"rewarded": (ROWS, TextReward(right)), "function": (ROWS, right)}
+TASKS |= {"transform": (ROWS, RewardSum())}  # of TorchRL's; a module, and so a function, too
 TASKS |= {"prompts alone": ROWS, "text": (ROWS, "right"), "nothing": None}
 
 
@@ -137,9 +139,10 @@ TASKS |= {"prompts alone": ROWS, "text": (ROWS, "right"), "nothing": None}
 def test_a_task_of_ones_own_is_prompts_and_a_reward(name):
     config = GRPOConfig.load(overrides=[f"env.dataset={__name__}:task"])
     config.logging.experiment_name = name
-    if name in ("rewarded", "function"):
+    if name in ("rewarded", "function", "transform"):
         prompts, reward = grpo.load_task(config)
-        assert (prompts, type(reward)) == (ROWS, TextReward)
+        wanted = RewardSum if name == "transform" else TextReward
+        assert (prompts, type(reward)) == (ROWS, wanted)
     else:
         with pytest.raises(
             ConfigError, match=rf"env.dataset.*{__name__}:task' must return prompts"

@@ -421,7 +421,8 @@ class Adapters:
             self._held[adapter.name] = [
                 one for one in versions if one in newest or one.request.lora_int_id in used
             ]
-        keep = [one.request.lora_int_id for some in self._held.values() for one in some]
+        held = [one.request.lora_int_id for some in self._held.values() for one in some]
+        keep = sorted(used.union(held))  # also what was dropped, but answers are not done with
         call = "sync_put_adapter", lora_id, adapter.digest, place, adapter.num_bytes, keep
         answers = await self._updates.ask_workers(*call, timeout_s=timeout_s, what="an adapter")
         self._held.setdefault(adapter.name, []).append(Held(adapter, request))

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 import torch
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
+from torchrl.envs import Transform
 from torchrl.objectives.llm.grpo import GRPOLoss
 from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
@@ -97,7 +98,7 @@ def make_policy(
     )
 
 
-def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]:
+def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], Transform]:
     """Returns the prompts and the reward of ``env.dataset``, or says what is missing."""
     name = config.env.dataset
     module, colon, function = name.partition(":")
@@ -110,7 +111,7 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], TextReward]
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError({"env.dataset": f"{name!r} cannot be imported: {error}"}) from error
     match make(config):
-        case (prompts, TextReward() as reward):
+        case (prompts, Transform() as reward):  # a TextReward, or whatever else rewards
             return prompts, reward
         case (prompts, reward) if callable(reward):
             return prompts, TextReward(reward)
@@ -231,7 +232,7 @@ class GRPORun:
         service: AsyncVLLM,
         tokenizer: Any,
         *,
-        task: tuple[Iterable[dict[str, Any]], TextReward] | None = None,
+        task: tuple[Iterable[dict[str, Any]], Transform] | None = None,
         checkpoint: str | None = None,
         keep: Callable[[TensorDict], bool] | None = None,
     ) -> None:

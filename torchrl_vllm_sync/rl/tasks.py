@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, set_list_to_stack
-from torchrl.envs import StepCounter, TransformedEnv
+from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds
@@ -151,7 +151,7 @@ class Prompts:
 def make_env(
     tokenizer: Any,
     prompts: Iterable[Mapping[str, Any]],
-    reward: TextReward,
+    reward: Transform,
     *,
     num_envs: int,
     repeats: int = 1,
