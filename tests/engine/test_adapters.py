@@ -217,7 +217,7 @@ def test_a_version_that_was_dropped_stays_until_answers_are_done_with_it(tuned, 
         dropped = tuned.replicas.call_replicas(
             "__ray_call__", lambda one: (one._adapters._drop(old), one._adapters.newest())[1]
         )
-        assert [*dropped.values()] == [{}, {}]
+        assert all(old not in newest.values() for newest in dropped.values())
         for seed in (28, 29):
             tuned.push_weights(changed(source.owner, seed) and source)
         assert not found

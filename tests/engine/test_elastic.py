@@ -71,6 +71,14 @@ class Load:
     def num_from(self, replica_id):
         return sum(one.replica_id == replica_id for one in list(self.outputs.values()))
 
+    def now(self):
+        """A number below those of all requests that are yet to begin."""
+        return next(self._numbers)
+
+    def replicas_after(self, number):
+        """Who has answered what began later."""
+        return {one.replica_id for key, one in list(self.outputs.items()) if key > number}
+
 
 def pid(service, replica_id):
     answer = service.replicas.start_calls("describe", {replica_id: ()}).answers(30)[replica_id]
@@ -211,11 +219,12 @@ def test_replicas_join_and_leave_while_requests_and_pushes_run(elastic, trained)
                 eventually(lambda: new in load.replicas)
                 leaving = psutil.Process(pid(elastic, "1"))
                 assert elastic.remove_replicas("1", drain_timeout_s=60) == ["1"]
-                done = load.num_from("1")
+                removed = load.now()
                 eventually(lambda: not leaving.is_running())
+                eventually(lambda: load.replicas_after(removed) == {"0", new})
             pushed.set()
             pushes.result(120)
-        assert load.num_from("1") == done
+        assert load.replicas_after(removed) == {"0", new}
         assert ids(elastic) == ["0", new]
         assert elastic.num_replicas == elastic.get_world_size() == 2
         assert_holds(elastic, trained)
