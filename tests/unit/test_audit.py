@@ -15,7 +15,7 @@ from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.errors import NonFiniteWeightsError, TransferError, TransferNotReadyError
 from torchrl_vllm_sync.weights import audit
-from torchrl_vllm_sync.weights.audit import Auditor, FiniteCheck, WeightDifference
+from torchrl_vllm_sync.weights.audit import Auditor, WeightDifference, refuse_nonfinite
 from torchrl_vllm_sync.weights.source import MappingSource, as_weight_source
 
 CPU = torch.device("cpu")
@@ -366,14 +366,14 @@ def test_a_difference_says_as_much_as_is_known():
 
 def test_what_is_not_finite_is_refused_wherever_it_is():
     good = {"a": torch.ones(3, dtype=torch.float16), "b": torch.arange(3), "c": torch.zeros(0)}
-    FiniteCheck(MappingSource(good)).end()
-    FiniteCheck(MappingSource({})).end()
+    refuse_nonfinite(MappingSource(good))
+    refuse_nonfinite(MappingSource({}))
     large = torch.full((9,), torch.finfo(torch.float32).max)
-    FiniteCheck(MappingSource({"single": large, "double": large.double() * 1e200})).end()
+    refuse_nonfinite(MappingSource({"single": large, "double": large.double() * 1e200}))
     for value in (torch.nan, torch.inf, -torch.inf):
         bad = {**good, "d": torch.tensor([1.0, value]), "e": torch.tensor([value]).bfloat16()}
         with pytest.raises(NonFiniteWeightsError, match="d, as one of 2 tensors") as caught:
-            FiniteCheck(MappingSource(bad)).end()
+            refuse_nonfinite(MappingSource(bad))
         assert caught.value.names == ["d", "e"]
 
 
@@ -383,8 +383,8 @@ def test_of_adapters_the_parameters_are_looked_at():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules=["0"]))
     source = as_weight_source(adapted)
-    FiniteCheck(source).end()
+    refuse_nonfinite(source)
     with torch.no_grad():
         next(one for n, one in adapted.named_parameters() if "lora_A" in n)[0, 0] = torch.nan
     with pytest.raises(NonFiniteWeightsError, match="lora_A"):
-        FiniteCheck(source).end()
+        refuse_nonfinite(source)

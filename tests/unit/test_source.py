@@ -22,7 +22,7 @@ from torchrl_vllm_sync.rl.schemes import check_metadata
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 from torchrl_vllm_sync.weights import module as module_module
 from torchrl_vllm_sync.weights import source as source_module
-from torchrl_vllm_sync.weights.audit import FiniteCheck
+from torchrl_vllm_sync.weights.audit import refuse_nonfinite
 from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.source import (
     MappingSource,
@@ -434,9 +434,9 @@ def test_whatever_is_sent_is_looked_at_once_experts_together(checkpoints, kind):
         before = one.clone()
         one.view(-1)[-1] = torch.nan
         with pytest.raises(NonFiniteWeightsError, match=re.escape(name)):
-            FiniteCheck(fit_to_model(as_weight_source(model), expected_of(model))).end()
+            refuse_nonfinite(fit_to_model(as_weight_source(model), expected_of(model)))
         one.copy_(before)
-    FiniteCheck(fitted).end()
+    refuse_nonfinite(fitted)
 
 
 def replace_data(model):

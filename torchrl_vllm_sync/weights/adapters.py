@@ -24,7 +24,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.weights.audit import FiniteCheck
+from torchrl_vllm_sync.weights.audit import refuse_nonfinite
 from torchrl_vllm_sync.weights.module import (
     OfLast,
     ParamMeta,
@@ -354,7 +354,7 @@ class AdapterSender:
             metadata = source.metadata()  # it may have been too much for a sum
             parts = flat.split([one.num_elements for one in metadata])
             named = (one.name for one in metadata)
-            FiniteCheck(MappingSource(zip(named, parts, strict=True))).end()
+            refuse_nonfinite(MappingSource(zip(named, parts, strict=True)))
         self._packed = flat
 
     @torch.inference_mode()  # in which the first push may have been, and its memory mapped

@@ -163,33 +163,18 @@ def chunk_of(tensor: torch.Tensor, index: int) -> bytes:
 # ---- Before a push
 
 
-class FiniteCheck:
-    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them.
-
-    GPUs work on it once it is made; :meth:`end` waits for that, not for what they are asked later.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        named = ((name, local(one)) for name, one in tensors_of(source))
-        self._tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
-        self._sums: dict[str, torch.Tensor] = {}
-        self._events: list[Any] = []  # torch's
-        for device in {one.device for one in self._tensors.values()}:
-            names = [name for name, one in self._tensors.items() if one.device == device]
-            # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
-            sums = [self._tensors[name].sum(dtype=torch.float32) for name in names]
-            found = torch.stack(sums).to("cpu", non_blocking=True)
-            self._sums |= zip(names, found.unbind(), strict=True)
-            if device.type == "cuda":
-                self._events.append(torch.cuda.current_stream(device).record_event())
-
-    def end(self) -> None:
-        for event in self._events:
-            event.synchronize()
-        doubtful = {name for name, one in self._sums.items() if not math.isfinite(one)}
-        held = ((name, one) for name, one in self._tensors.items() if name in doubtful)
-        if bad := [name for name, one in held if not one.isfinite().all()]:
-            raise NonFiniteWeightsError(bad)
+def refuse_nonfinite(source: WeightSource) -> None:
+    """Refuses NaN and infinity; of computed tensors a module's parameters stand for them."""
+    named = ((name, local(one)) for name, one in tensors_of(source))
+    tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
+    doubtful: list[str] = []
+    for device in {one.device for one in tensors.values()}:
+        names = [name for name, one in tensors.items() if one.device == device]
+        # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
+        sums = torch.stack([tensors[name].sum(dtype=torch.float32) for name in names]).tolist()
+        doubtful += [n for n, one in zip(names, sums, strict=True) if not math.isfinite(one)]
+    if bad := [name for name in doubtful if not tensors[name].isfinite().all()]:
+        raise NonFiniteWeightsError(bad)
 
 
 class Content:

@@ -23,7 +23,7 @@ from torchrl_vllm_sync import errors
 from torchrl_vllm_sync.checks import Deadline, check_version
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, ReplicaState
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource, Packed
-from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, FiniteCheck
+from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, refuse_nonfinite
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.module import OfLast, ParamMeta, is_peft
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
@@ -551,8 +551,6 @@ class WeightPusher:
                         "hold, %s, to it: ask for answers with adapter=''",
                         kept,
                     )
-                unchecked = options.allow_nonfinite or is_adapter
-                check = None if unchecked else FiniteCheck(source)
                 known = self._pushed.get(version)
                 if known is not None and (problem := known.difference(given)):
                     raise errors.StaleVersionError(
@@ -562,8 +560,8 @@ class WeightPusher:
 
                 @functools.cache
                 def confirm() -> Content | Packed:
-                    if check is not None:
-                        check.end()
+                    if not options.allow_nonfinite and not is_adapter:
+                        refuse_nonfinite(source)
                     return self._adapters.content if is_adapter else Content(given)
 
                 if isinstance(source, AdapterSource):

@@ -201,7 +201,10 @@ class P2PTransport:
                 raise_exceptions({n: one for n, one in refusals if isinstance(one, TransferError)})
             writable = {name: one for name, one in begun.items() if name not in failed(begun)}
             with times.measure("send_s"):
-                self._write(push, writable, shards)
+                try:
+                    self._write(push, writable, shards)
+                finally:  # before anything else is written there, or these tensors change
+                    writes.finish(self._device)
         except BaseException:
             if shards is not None:  # other ranks may be writing still, and must not to what is next
                 self.close()
@@ -337,7 +340,6 @@ class P2PTransport:
                 writes.finish(self._device)
             writes.write(shards.renamed(shards.source.rest()), whole, self._device)
         push.confirm()  # while the GPU writes
-        writes.finish(self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), device=self._given_device), ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 import os
@@ -306,14 +307,24 @@ def write(tensors: Iterable[Named], places: Collection[Places], device: torch.de
 
     A list of tensors is bound, others are read one by one.
     """
-    if isinstance(tensors, list):
-        for one in places:
-            one.bind(tensors, device)
-        pairs = itertools.chain(*(one.bound() for one in places))
-    else:
-        pairs = _read(tensors, places, device)
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
+    with _apart(device):
+        if isinstance(tensors, list):
+            for one in places:
+                one.bind(tensors, device)
+            pairs = itertools.chain(*(one.bound() for one in places))
+        else:
+            pairs = _read(tensors, places, device)
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+
+
+def _apart(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A stream for what follows, so that kernels that are launched next run beside it."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 def _read(
