@@ -140,6 +140,7 @@ def test_the_service_itself_is_pickled_as_what_can_be_imported():
         ("max_model_length", r"max_model_length \(did you mean max_model_len\?\)"),
         ("num_device", r"num_device \(did you mean num_devices\?\)"),
         ("strategy", r"strategy \(routing is for service.create_load_balancer\)"),
+        ("transport", r"transport \(weights are pushed by WeightUpdater\(service, source, transpo"),
         ("xyz", "xyz$"),
     ],
 )

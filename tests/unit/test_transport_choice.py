@@ -258,8 +258,8 @@ def test_what_does_not_say_where_it_is_is_not_written(monkeypatch):
 
 def test_the_updater_knows_every_name():
     for name in TRANSPORTS:
-        updater = WeightUpdater(object(), transport=name)
+        updater = WeightUpdater(None, transport=name)
         assert updater._transport.name == name
         assert pickle.loads(pickle.dumps(updater._transport)).name == name
     with pytest.raises(UnsupportedArgumentError, match=r"'broadcast', 'ipc', 'memmap', 'p2p'"):
-        WeightUpdater(object(), transport="carrier pigeon")
+        WeightUpdater(None, transport="carrier pigeon")

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
@@ -343,6 +344,8 @@ def test_what_cannot_be_honoured_is_refused(updater, service):
         WeightUpdater(service, transport="carrier pigeon")
     with pytest.raises(UnsupportedArgumentError, match=r"mode must be one of .*, got 'kep'"):
         WeightUpdater(service, mode="kep")
+    with pytest.raises(UnsupportedArgumentError, match="a model is the source, got Linear"):
+        WeightUpdater(torch.nn.Linear(1, 1))
     with pytest.raises(UnsupportedArgumentError, match="no service"):
         WeightUpdater(None).open()
     assert service.pushes == []

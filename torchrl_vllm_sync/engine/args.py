@@ -120,6 +120,8 @@ def make_engine_args(
 def _with_hint(unknown: str, known: set[str]) -> str:
     if unknown in ("strategy", "load_balancer", "routing"):
         return f"{unknown} (routing is for service.create_load_balancer)"
+    if unknown in ("transport", "weight_updater"):
+        return f"{unknown} (weights are pushed by WeightUpdater(service, source, transport=...))"
     close = difflib.get_close_matches(unknown, sorted(known), n=1)
     return f"{unknown} (did you mean {close[0]}?)" if close else unknown
 

@@ -387,12 +387,15 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # as get_logger has no other
         backend: Any = logging.backend
         logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))
+        bar = tqdm(total=config.num_batches, desc="GRPO: engines start", file=sys.stderr)
+        running.enter_context(bar)
         running.enter_context(_ray_of(config))
         engines = engine_args(config)
         service = running.enter_context(AsyncVLLM.from_pretrained(config.model.name, **engines))
         log = running.enter_context(RunLog(logger, service))
         run = running.enter_context(GRPORun(config, service, tokenizer, task=task))
-        bar = running.enter_context(tqdm(total=config.num_batches, desc="GRPO", file=sys.stderr))
+        bar.set_description("GRPO", refresh=False)
+        bar.reset()  # its clock, too
         parts = {"collector": run.collector, "updater": run.updater, "settings": settings}
         state = RunState(run.learner.model, run.learner.optimizer, **parts)
         if begun is not None:

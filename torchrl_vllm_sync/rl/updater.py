@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
+import torch
 from ray.exceptions import RayError
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm import LLMCollector, RayLLMCollector
@@ -232,7 +233,8 @@ class WeightUpdater:
             ``AsyncVLLM.push_weights``.
 
     Raises:
-        UnsupportedArgumentError: No transport of that name, or an option is no such value.
+        UnsupportedArgumentError: No transport of that name, an option is no such value, or
+            ``service`` is none.
     """
 
     def __init__(
@@ -250,6 +252,9 @@ class WeightUpdater:
         audit: bool = False,
         allow_nonfinite: bool = False,
     ) -> None:
+        if isinstance(service, torch.nn.Module):
+            told = "service must be an AsyncVLLM, a vllm.LLM or None; a model is the source"
+            raise UnsupportedArgumentError(f"{told}, got {type(service).__name__}")
         self.service: AsyncVLLM | LocalLLM | None = as_service(service)
         self.source = source
         self.last_report: PushReport | None = None
@@ -423,13 +428,13 @@ def as_transport(transport: TransportName | WeightTransport) -> WeightTransport:
 
 
 def as_service(service: Any) -> Any:
-    """Puts what a push needs around a ``vllm.LLM``; returns anything else as it is."""
+    """Puts what a push needs around a ``vllm.LLM``; returns a service as it is."""
     offline = sys.modules.get("vllm.entrypoints.llm")  # there is an LLM only where it was imported
-    if offline is None or not isinstance(service, offline.LLM):
-        return service
-    from torchrl_vllm_sync.rl.local_llm import LocalLLM
+    if offline is not None and isinstance(service, offline.LLM):
+        from torchrl_vllm_sync.rl.local_llm import LocalLLM
 
-    return LocalLLM(service)
+        return LocalLLM(service)
+    return service
 
 
 # A real subclass would warn at import (torchrl/collectors/weight_update.py:78, 0.14.1); a virtual
