@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -322,9 +323,14 @@ def _apart(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A stream for what follows, so that kernels that are launched next run beside it."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
+
+
+@functools.cache  # the allocator keeps what is freed for its stream
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _read(
