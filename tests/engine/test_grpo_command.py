@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 from statistics import fmean
 
@@ -53,6 +54,8 @@ def test_a_policy_whose_weights_stay_behind_does_not(cluster, tmp_path):
     assert [one["version"] for one in found] == [0] * BATCHES
     assert found[-1]["training/ESS"] < found[0]["training/ESS"] == pytest.approx(1, abs=1e-4)
     assert abs(rise([one["rollout/reward"] for one in found])) < RISE / 2
+    (folder,) = tmp_path.iterdir()
+    assert re.search(r"-\d{8}-\d{6}$", folder.name)  # another run's logs stay apart
 
 
 # Engines that compute a row alike, whatever they did before; a save after three batches.

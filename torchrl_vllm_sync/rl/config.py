@@ -156,7 +156,8 @@ class RayConfig:
 class LoggingConfig:
     """What a run leaves."""
 
-    experiment_name: str | None = None  # of data set and model otherwise
+    # Otherwise of data set and model, and of the date unless the run can be resumed.
+    experiment_name: str | None = None
     backend: Annotated[str, Field(pattern="^(csv|tensorboard|wandb|mlflow|trackio)$")] = "csv"
     log_dir: str = "outputs/grpo"
     checkpoint_dir: str | None = None  # for weights, as transformers saves them, and RunStates: run

@@ -374,6 +374,8 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
     torch.manual_seed(config.train.seed)
     logging, dataset = config.logging, config.env.dataset
     name = logging.experiment_name or f"grpo-{dataset}-{config.model.name}"
+    if logging.experiment_name is None and logging.checkpoint_dir is None:
+        name += time.strftime("-%Y%m%d-%H%M%S")  # no other run's figures are added to
     with contextlib.ExitStack() as running:
         running.enter_context(set_list_to_stack(True))  # TorchRL's chat environments ask for it
         if config.model.name == TINY:
