@@ -203,6 +203,33 @@ def test_what_does_not_go_together_is_refused_and_leaves_all_as_it_was(message):
     assert [type(one) for one in env.transform] == names
 
 
+@pytest.mark.parametrize("end", ["shutdown", "async_shutdown"])
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_a_collector_in_a_thread_ends_quietly_while_it_samples_or_waits_for_its_turn(
+    staleness, end
+):
+    class Held(CannedService):
+        def generate(self, *args, **kwargs):
+            begun.release()
+            assert held.acquire(timeout=20)
+            return super().generate(*args, **kwargs)
+
+    waits = staleness is None  # for the turn of its second batch, an hour at most
+    begun, held = threading.Semaphore(0), threading.Semaphore(2 * waits)
+    how = {"pacer": Pacer(1, 4)} if waits else {"max_staleness": staleness}
+    buffer = ReplayBuffer(storage=ListStorage(99), batch_size=4)
+    made = collector(policy=make_policy(Held()), replay_buffer=buffer, **how)
+    made.start()
+    assert all(begun.acquire(timeout=20) for _ in range(1 + waits))
+    answers = threading.Timer(0.1, held.release, [3])
+    answers.start()
+    getattr(made, end)()
+    answers.join()
+    assert made.closed
+    assert not made.is_running()
+    assert len(buffer) == 4 * (waits or end == "async_shutdown")
+
+
 class Slow(CannedService):
     """Takes a while, another one each time."""
 
