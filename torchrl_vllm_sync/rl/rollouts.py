@@ -250,6 +250,8 @@ class RolloutCollector(LLMCollector):
             for notice in ("The env passed to LLMCollector", "Using WeightUpdaterBase"):
                 warnings.filterwarnings("ignore", notice)
             super().__init__(env, **kwargs)
+        if keep is not None:
+            _primer(self.env)._queue.clear()  # what is left of a group that was taken in part
         if max_staleness:
             at_once = 1 if self.policy._model_type == "sync_vllm" else max_staleness + 1
             names = {"answers": at_once, "rewards": 1}
@@ -422,7 +424,7 @@ class RolloutCollector(LLMCollector):
         if self._is_own and why_not is None and not self._by_group:
             self._pacer = Pacer(self.max_staleness, num_rows)
         if self._pacer is not None:
-            self._pacer._call("join", self.name, num_rows)
+            self._pacer._call("join", self.name, num_rows, 0 if why_not else num_envs)
         return env
 
     def _why_not(self, env: Any, policy: Any) -> str | None:
