@@ -240,6 +240,14 @@ def test_a_collector_in_a_thread_ends_quietly_while_it_samples_or_waits_for_its_
     assert len(buffer) == 4 * (waits or end == "async_shutdown")
 
 
+def test_a_collector_that_outlives_ray_ends_without_starting_it_anew(monkeypatch):
+    made = collector(pacer=Pacer(1, 4))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    made._pacer.shared = True  # a call of whose actor has Ray start
+    made.shutdown()
+    assert made.closed
+
+
 class Slow(CannedService):
     """Takes a while, another one each time."""
 

@@ -359,7 +359,7 @@ class Pacer:
 
     def _tell(self, name: str, *args: Any) -> None:
         """Calls without waiting for the answer: also at the end, when nobody may be there."""
-        if self.shared:
-            self._ledger.call.remote(name, args, None)
-        else:
+        if not self.shared:
             start(self._ledger.call(name, args, None))
+        elif ray.is_initialized():  # else the call would start Ray anew
+            self._ledger.call.remote(name, args, None)
