@@ -80,6 +80,7 @@ def test_answers_are_scored_by_the_data_set():
     ]
     right = ["6 * 7 is 42\n#### 42", "#### 1,000", "#### 5"]
     assert tasks.right_number([], ["so 42.", "1000", "no"], answer=right) == [1, 1, 0]
+    assert tasks.right_number([], ["$42.00", "999", "5.5"], answer=right) == [1, 0, 0]
     assert tasks.low_ids([], [[1, 127, 128, 400], [], [5]]) == [0.5, 0, 1]
 
 

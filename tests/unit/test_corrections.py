@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import GRPOLoss
 
 from tests.fakes.rl import Service
-from torchrl_vllm_sync import RolloutCorrection, TrainerPolicy
+from torchrl_vllm_sync import RolloutCorrection, TrainerPolicy, log_rollouts
 from torchrl_vllm_sync.errors import RowLayoutError, UnsupportedArgumentError
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint
 
@@ -158,6 +159,14 @@ def test_what_the_engine_rounds_is_told_from_what_is_old(rows, version):
     assert len(found) == 5 * len(parts) + 1
     correct.reset_summary()
     assert correct.summary() == {"ess": None}
+
+
+def test_rows_are_logged_as_far_apart_after_their_correction_as_before(rows):
+    logger = SimpleNamespace(log_metrics=lambda *_, **__: None)
+    correct = RolloutCorrection(weigh="token", reject="token", bounds=(0.5, 5.0))
+    found = log_rollouts(logger, rows)
+    assert found["abs_log_ratio"] > 0.5
+    assert log_rollouts(logger, correct(rows)) == found
 
 
 def test_the_effective_sample_size_is_of_the_weights(rows):

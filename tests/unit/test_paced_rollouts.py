@@ -130,13 +130,13 @@ def test_a_loop_that_is_left_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("num_rows", [4, 2])
+@pytest.mark.parametrize("num_rows", [4, 2, 1])
 def test_groups_that_are_not_kept_are_replaced_by_the_next(staleness, num_rows):
     judged, rewards = Counter(), {}
 
     def keep(rows):
         assert rows.batch_size == (2,)
-        at = number(rows["query"][0])
+        (at,) = {*map(number, rows["query"])}
         rewards[at] = rows["next", "reward"].flatten().tolist()
         judged[at] += 1
         return at not in {5, 6, 8} and at % 7 != 2
@@ -201,6 +201,51 @@ def test_what_does_not_go_together_is_refused_and_leaves_all_as_it_was(message):
         collector(env=env, policy=policy, **settings)
     assert policy._collector is None
     assert [type(one) for one in env.transform] == names
+
+
+def test_collectors_whose_environments_took_other_rows_of_the_data_set_are_refused():
+    pacer, resumed = Pacer(1, 4), Pacer(1, 4)
+    collector(pacer=pacer)
+    resumed.load_state_dict(pacer.state_dict())
+    for one in (pacer, resumed):
+        with pytest.raises(UnsupportedArgumentError, match="of 2 rows, where others have 4"):
+            collector(env=make_env(num_rows=2), pacer=one)
+        collector(pacer=one)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "async_shutdown"])
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_a_collector_in_a_thread_ends_quietly_while_it_samples_or_waits_for_its_turn(
+    staleness, end
+):
+    class Held(CannedService):
+        def generate(self, *args, **kwargs):
+            begun.release()
+            assert held.acquire(timeout=20)
+            return super().generate(*args, **kwargs)
+
+    waits = staleness is None  # for the turn of its second batch, an hour at most
+    begun, held = threading.Semaphore(0), threading.Semaphore(2 * waits)
+    how = {"pacer": Pacer(1, 4)} if waits else {"max_staleness": staleness}
+    buffer = ReplayBuffer(storage=ListStorage(99), batch_size=4)
+    made = collector(policy=make_policy(Held()), replay_buffer=buffer, **how)
+    made.start()
+    assert all(begun.acquire(timeout=20) for _ in range(1 + waits))
+    answers = threading.Timer(0.1, held.release, [3])
+    answers.start()
+    getattr(made, end)()
+    answers.join()
+    assert made.closed
+    assert not made.is_running()
+    assert len(buffer) == 4 * (waits or end == "async_shutdown")
+
+
+def test_a_collector_that_outlives_ray_ends_without_starting_it_anew(monkeypatch):
+    made = collector(pacer=Pacer(1, 4))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    made._pacer.shared = True  # a call of whose actor has Ray start
+    made.shutdown()
+    assert made.closed
 
 
 class Slow(CannedService):

@@ -361,6 +361,9 @@ def test_other_settings_are_refused_by_key(tmp_path):
     with pytest.raises(RunStateError, match=r"settings: lr is 0.1, and here 0.2"):
         RunState(model, settings={"lr": 0.2, "epochs": 1}).load(tmp_path)
     assert RunState(model, settings={"lr": 0.1, "epochs": 1}).load(tmp_path) == 0
+    settings = {"betas": (0.9, 0.95), "at": {1: "begin"}}  # which JSON has otherwise
+    RunState(model, settings=settings).save(tmp_path / "other")
+    assert RunState(model, settings=settings).load(tmp_path / "other") == 0
     path = tmp_path / "step-00000000" / "run.json"
     about = json.loads(path.read_text())
     del about["settings"]  # as it was saved before there were any

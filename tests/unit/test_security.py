@@ -413,11 +413,30 @@ def test_leftovers_of_dead_trainers_are_found_without_following_links(monkeypatc
     with tempfile.TemporaryDirectory() as root:
         (Path(root) / f"{transport_module.PREFIX}x").symlink_to(victim)
         (Path(root) / f"{transport_module.PREFIX}y").mkdir(mode=0o700)
-        for name in (LOCK, TEMPORARY):
+        for name in (COMMIT, LOCK, TEMPORARY):
             (Path(root) / f"{transport_module.PREFIX}y" / name).touch(mode=0o600)
         transport_module._remove_orphans(Path(root))
         assert os.listdir(root) == [f"{transport_module.PREFIX}x"]
     assert (victim / LOCK).exists()
+
+
+def test_a_trainer_that_begins_is_not_taken_for_a_dead_one(monkeypatch, tmp_path):
+    from torchrl_vllm_sync.weights.snapshots import transport as transport_module
+
+    take_lock, others = files.take_lock, []
+
+    def late(handle):
+        """Another trainer begins when the lock is there, and nobody has it yet."""
+        if Path(os.readlink(f"/proc/self/fd/{handle}")).name == LOCK and not others:
+            others.append("other")
+            transport_module._new_directory("other")
+        return take_lock(handle)
+
+    monkeypatch.setattr(transport_module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(files, "take_lock", late)
+    with SnapshotWriter(transport_module._new_directory("one")) as writer:
+        publish(writer, 1)
+    assert others
 
 
 def test_a_report_of_a_push_is_plain_enough_for_the_other_ranks():

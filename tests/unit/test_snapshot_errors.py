@@ -13,6 +13,7 @@ import torch
 
 from torchrl_vllm_sync import MemmapTransport, ParamMeta, SnapshotReader, SnapshotWriter
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError
+from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE, ManifestFile
 from torchrl_vllm_sync.weights.snapshots.files import (
     CURRENT,
@@ -115,8 +116,10 @@ def test_an_unusable_place_is_named(tmp_path, place):
 def test_settings_are_refused_by_name(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         SnapshotWriter(tmp_path / "run", **setting)
-    with pytest.raises(ValueError, match="version must not be negative"):
-        publish(SnapshotWriter(tmp_path / "run"), -1)
+    with SnapshotWriter(tmp_path / "run") as writer:
+        for version in (-1, 1.0, True, 1 << 63):
+            with pytest.raises(ValueError, match="version must be a policy version, an integer"):
+                writer.publish([], [], version)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_written(published, layout):
@@ -158,6 +161,24 @@ def test_descriptors_that_run_out_are_named_and_the_same_version_can_be_stored(p
     for message in failures.values():
         assert message.startswith(f"{published}: ")
         assert "Too many open files" in message
+
+
+def test_a_version_that_readers_see_is_current_for_its_writer_too(published, layout, monkeypatch):
+    with SnapshotWriter(published, layout=layout) as writer:
+        writer._fsync, fsync_folder, broken = True, files.fsync_folder, [2]
+
+        def fails(path):
+            if path == published and read_version(published) in broken:
+                broken.clear()
+                raise OSError(errno.EIO, "Input/output error")
+            fsync_folder(path)
+
+        monkeypatch.setattr(files, "fsync_folder", fails)
+        with pytest.raises(SnapshotError, match="publishing version 2: Input/output error"):
+            publish(writer, 2)
+        assert writer.last_version == 2
+        publish(writer, 3)
+        assert read_version(published) == 3
 
 
 def test_two_slots_go_on_when_there_is_no_space_for_a_third(tmp_path, monkeypatch):

@@ -252,6 +252,27 @@ def test_collectors_that_are_gone_are_forgotten_with_a_warning(updater, collecto
     assert len(caplog.records) == 1
 
 
+def test_a_collector_that_registers_while_others_are_forgotten_is_kept(updater, collector):
+    late, registered = Collector(), threading.Event()
+
+    def register():
+        updater.register_collector(late)
+        registered.set()
+
+    def gone():
+        """The reference of one that is gone, which is looked at, and then dropped."""
+        asked.append(None)
+        if len(asked) == 2:
+            thread.start()
+            registered.wait(0.5)
+
+    asked, thread = [], threading.Thread(target=register)
+    updater._versions._collectors.append(gone)
+    assert updater.collectors == [collector]
+    thread.join(10)
+    assert updater.collectors == [collector, late]
+
+
 class FakeRay:
     """Calls of collectors in actors, which take them when they are free."""
 

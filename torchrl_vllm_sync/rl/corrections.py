@@ -326,7 +326,7 @@ class VersionStamp(PolicyVersion):
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 
-_KEPT_ASIDE = "engine_log_probs"
+ENGINE_LOG_PROBS = "engine_log_probs"  # those of ``LOG_PROBS`` before a correction
 
 
 class RolloutCorrection(Transform):
@@ -502,7 +502,7 @@ class RolloutCorrection(Transform):
             used = weights[kept].double()
             new = [float(used.sum()), float(used.square().sum()), float(len(used))]
             self._effective = [a + b for a, b in zip(self._effective, new, strict=True)]
-        rows.set(_KEPT_ASIDE, engine)
+        rows.set(ENGINE_LOG_PROBS, engine)
         rows.set(keys.LOG_PROBS, torch.where(kept, trainer, math.nan))
         return rows.set("advantage", advantage * weights[..., None])
 

@@ -43,7 +43,8 @@ from torchrl_vllm_sync.requests.background import run_blocking, start
 GRACE_S = 30.0  # more than it waits itself, for an actor's answer
 TIMEOUT_S = 3600.0
 BOUNDS = "max_staleness", "batch_size"
-COUNTS = "num_rows", "num_admitted", "num_delivered", "num_asked", "num_trained", "_written"
+COUNTS = "num_rows", "num_envs", "num_admitted", "num_delivered"
+COUNTS += "num_asked", "num_trained", "_written"
 
 
 class Ticket(NamedTuple):
@@ -59,7 +60,7 @@ class Ledger:
 
     def __init__(self, max_staleness: int, batch_size: int) -> None:
         self.max_staleness, self.batch_size = max_staleness, batch_size
-        self.num_rows = 0  # of a ticket; the first collector says it
+        self.num_rows = self.num_envs = 0  # of a ticket, an environment; the first collector's
         self.num_admitted, self.num_delivered = 0, 0  # tickets
         self.num_asked, self.num_trained = 0, 0  # rows
         self._joined: dict[str, object] = {}  # collectors, each with what tells its lives apart
@@ -70,14 +71,21 @@ class Ledger:
         self._is_frozen = False
         self._changed = asyncio.Event()
 
-    def join(self, owner: str, num_rows: int) -> None:
-        """Takes a collector on, or one that began anew, whose tickets return."""
+    def join(self, owner: str, num_rows: int, num_envs: int = 0) -> None:
+        """Takes a collector on, or one that began anew, whose tickets return.
+
+        Of the data set its environment took ``num_envs`` rows when it was made; with 0, that does
+        not count.
+        """
         told = f"a collector's batches of {num_rows} rows"
         if self.num_rows not in (0, num_rows):
             raise UnsupportedArgumentError(f"{told}, where others' have {self.num_rows}")
         if self.batch_size % num_rows:
             raise UnsupportedArgumentError(f"{told} are no part of batch_size={self.batch_size}")
-        self.num_rows = num_rows
+        if num_envs and self.num_envs not in (0, num_envs):
+            took = f"an environment of {num_envs} rows, where others have {self.num_envs}"
+            raise UnsupportedArgumentError(f"{took}: their rows would be other ones")
+        self.num_rows, self.num_envs = num_rows, num_envs or self.num_envs
         self.leave(owner)
         self._joined[owner] = object()
 
@@ -174,8 +182,8 @@ class Ledger:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuses a state of other bounds, or once rows were admitted."""
-        for name in (*BOUNDS, "num_rows"):
-            mine, its = getattr(self, name), state[name]
+        for name in (*BOUNDS, "num_rows", "num_envs"):
+            mine, its = getattr(self, name), state.get(name)  # earlier states have no num_envs
             if mine != its and (name in BOUNDS or (mine and its)):
                 raise UnsupportedArgumentError(f"{name} is {mine}, where it was {its} in the state")
         if self.num_admitted:
@@ -185,7 +193,7 @@ class Ledger:
         """Goes on from a state."""
         self.check_state(state)
         for name in COUNTS:
-            setattr(self, name, state[name] or getattr(self, name))
+            setattr(self, name, state.get(name) or getattr(self, name))
         self._returned = [*state["returned"]]
         self._notify()
 
@@ -351,7 +359,7 @@ class Pacer:
 
     def _tell(self, name: str, *args: Any) -> None:
         """Calls without waiting for the answer: also at the end, when nobody may be there."""
-        if self.shared:
-            self._ledger.call.remote(name, args, None)
-        else:
+        if not self.shared:
             start(self._ledger.call(name, args, None))
+        elif ray.is_initialized():  # else the call would start Ray anew
+            self._ledger.call.remote(name, args, None)

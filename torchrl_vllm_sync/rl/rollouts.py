@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -228,7 +228,7 @@ class RolloutCollector(LLMCollector):
             kwargs["flatten_data"] = True
         is_flat = kwargs.get("flatten_data") and (max_staleness or not by_group)
         self.path, self.max_staleness, self._is_flat = "", max_staleness, bool(is_flat)
-        self.name, self._keep = _own_name(), keep
+        self.name, self._keep, self._stop = _own_name(), keep, False
         self._pacer: Any = pacer
         self._is_own, self._threads = pacer is None, list[ThreadPoolExecutor]()
         # Batches that are under way, the one that is being handed on, and rows that were.
@@ -250,6 +250,8 @@ class RolloutCollector(LLMCollector):
             for notice in ("The env passed to LLMCollector", "Using WeightUpdaterBase"):
                 warnings.filterwarnings("ignore", notice)
             super().__init__(env, **kwargs)
+        if keep is not None:
+            _primer(self.env)._queue.clear()  # what is left of a group that was taken in part
         if max_staleness:
             at_once = 1 if self.policy._model_type == "sync_vllm" else max_staleness + 1
             names = {"answers": at_once, "rewards": 1}
@@ -264,6 +266,14 @@ class RolloutCollector(LLMCollector):
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yields batches, or None for each that went into the buffer."""
+        try:
+            yield from self._handed_on()
+        except (RuntimeError, CancelledError):
+            own = getattr(self, "_thread", None)  # in which what :meth:`shutdown` ends fails
+            if not self._stop or threading.current_thread() is not own:
+                raise
+
+    def _handed_on(self) -> Iterator[TensorDictBase]:
         for batch in super().iterator():
             if self._ticket is not None:
                 self._deliver()
@@ -282,13 +292,22 @@ class RolloutCollector(LLMCollector):
         Args:
             *args, **kwargs: ``LLMCollector``'s.
         """
-        for group in self._groups:
+        self._stop = True
+        for group in [*self._groups]:
             group.cancel()
         for one in self._threads:
             one.shutdown(wait=False, cancel_futures=True)
         if self._pacer is not None:
             self._pacer._tell("leave", self.name)
         super().shutdown(*args, **kwargs)
+
+    def async_shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Ends the collector once its thread has handed its batch on; with a pacer, at once.
+
+        Args:
+            *args, **kwargs: ``LLMCollector``'s.
+        """
+        (super().async_shutdown if self._is_own else self.shutdown)(*args, **kwargs)
 
     def state_dict(self) -> Any:
         """Returns TorchRL's state; where :attr:`path` is ``"columns"``, also which rows come next.
@@ -405,7 +424,7 @@ class RolloutCollector(LLMCollector):
         if self._is_own and why_not is None and not self._by_group:
             self._pacer = Pacer(self.max_staleness, num_rows)
         if self._pacer is not None:
-            self._pacer._call("join", self.name, num_rows)
+            self._pacer._call("join", self.name, num_rows, 0 if why_not else num_envs)
         return env
 
     def _why_not(self, env: Any, policy: Any) -> str | None:

@@ -95,7 +95,8 @@ class RunState:
         self.collector, self._gate = collector, own if pacer is None else pacer
         is_shared = collector is None or not collector._is_own
         self.pacer = self._gate if is_shared else None  # else it is part of the collector's state
-        given, self._settings = extra | {"buffer": buffer}, dict(settings or {})
+        given = extra | {"buffer": buffer}
+        self._settings = json.loads(json.dumps(dict(settings or {})))  # as a load reads them
         self._others: dict[str, Any] = {n: one for n, one in given.items() if one is not None}
         for name, one in self._others.items():
             for method in ("state_dict", "load_state_dict"):

@@ -31,6 +31,7 @@ from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.rl.corrections import (
     COUNTING,
+    ENGINE_LOG_PROBS,
     VersionLike,
     as_version_source,
     deviations,
@@ -410,7 +411,9 @@ def _figures(
 
 def _mismatch(rows: TensorDictBase) -> dict[str, float]:
     """How far trainer and engine are apart on sampled tokens, where rows have what both say."""
-    entries = {key: _entry(rows, key) for key in (keys.ASSISTANT, keys.LOG_PROBS, _TRAINER)}
+    is_corrected = _entry(rows, ENGINE_LOG_PROBS) is not None
+    engine_key = ENGINE_LOG_PROBS if is_corrected else keys.LOG_PROBS
+    entries = {key: _entry(rows, key) for key in (keys.ASSISTANT, engine_key, _TRAINER)}
     if any(entry is None for entry in entries.values()):
         return {}
     for key, entry in entries.items():

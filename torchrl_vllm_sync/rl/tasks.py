@@ -47,8 +47,10 @@ def last_number(text: str) -> str:
 
 def right_number(_: Any, answers: list[str], *, answer: list[str]) -> list[float]:
     """1 for an answer that ends in the same number as the data set's, 0 for another."""
-    pairs = zip(answers, answer, strict=True)
-    return [float(last_number(said) == last_number(right)) for said, right in pairs]
+    found, wanted = (
+        [float(last_number(one) or "nan") for one in texts] for texts in (answers, answer)
+    )
+    return [float(one == other) for one, other in zip(found, wanted, strict=True)]
 
 
 def solved(dataset: str, _: Any, answers: list[str], *, problem: list[str]) -> list[float]:

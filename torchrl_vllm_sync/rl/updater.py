@@ -163,10 +163,11 @@ class CollectorVersions:
     @property
     def live(self) -> list[Any]:
         """The collectors that still exist, in the order of registration."""
-        found = [ref() for ref in self._collectors]
+        with self._lock:  # as another thread may register one
+            found = [ref() for ref in self._collectors]
+            self._collectors = [ref for ref in self._collectors if ref() is not None]
         if None in found:
             logger.warning("%d registered collector(s) are gone", found.count(None))
-            self._collectors = [ref for ref in self._collectors if ref() is not None]
         return [one for one in found if one is not None]
 
     def _move(self, collectors: list[Any], version: int) -> None:
@@ -200,7 +201,9 @@ class CollectorVersions:
         except RayError as error:
             if is_gone(error):
                 logger.warning("a registered collector died, and is forgotten: %s", error)
-                self._collectors = [one for one in self._collectors if one() is not collector]
+                with self._lock:
+                    others = [one for one in self._collectors if one() is not collector]
+                    self._collectors = others
             elif is_away(error):
                 logger.warning("a collector did not hear of version %d: %s", version, error)
             else:

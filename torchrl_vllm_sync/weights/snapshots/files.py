@@ -235,7 +235,10 @@ def _host() -> str:
 
 
 def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
-    """Replaces a JSON object, which begins with a checksum of the bytes after it, in one step."""
+    """Replaces a JSON object, which begins with a checksum of the bytes after it, in one step.
+
+    That is durable once the folder is.
+    """
     rest = json.dumps({"format": _FORMAT} | record, separators=(",", ":"))[1:].encode()
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -247,8 +250,6 @@ def write_json(path: Path, record: dict[str, Any], *, fsync: bool) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if fsync:  # the rename is durable only once the folder is
-        fsync_folder(path.parent)
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:
@@ -320,6 +321,8 @@ class Owner(ProcessIdentity):
 
     def write(self, directory: Path, *, fsync: bool) -> None:
         write_json(directory / MARKER, asdict(self), fsync=fsync)
+        if fsync:
+            fsync_folder(directory)
 
     @classmethod
     def before(

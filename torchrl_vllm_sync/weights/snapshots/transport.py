@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import torch
 
-from torchrl_vllm_sync.checks import Deadline, check_integer
+from torchrl_vllm_sync.checks import Deadline, check_integer, check_version
 from torchrl_vllm_sync.errors import FencedWriterError, SnapshotError, StaleVersionError
 from torchrl_vllm_sync.weights.module import ParamMeta, checked
 from torchrl_vllm_sync.weights.snapshots import data_file, files
@@ -313,11 +313,10 @@ class SnapshotWriter:
             WeightMismatchError: ``tensors`` does not agree with ``metadata``.
             FencedWriterError: Another writer has taken over.
             SnapshotError: No space, not writable, or readers hold every slot (named).
-            ValueError: ``version`` is negative, or does not fit into 63 bits.
+            ValueError: ``version`` is no integer from 0 on, or does not fit into 63 bits.
         """
         started, doing, times = time.perf_counter(), f"publishing version {version}", PhaseTimes()
-        if not 0 <= version < 1 << 63:
-            raise ValueError(f"version must not be negative or need over 63 bits, got {version}")
+        check_version("version", version)
         layout = self._layout_of(metadata)
         if self.last_version is not None and version <= self.last_version:
             raise StaleVersionError(
@@ -347,6 +346,8 @@ class SnapshotWriter:
                 self._manifest_file.write(manifest, fsync=self._fsync)
                 self._current = manifest
                 self._store.complete(name)
+                if self._fsync:  # where that fails, the version is current all the same
+                    files.fsync_folder(self.directory)
         # Under the lock too: a writer replaced by now would remove its successor's folders.
         doing = f"version {version} is current, but removing old ones failed"
         with self._storage(doing), times.measure("collect"), self._lock.commit():
@@ -585,8 +586,13 @@ def _remove_orphans(root: Path) -> None:
     """Frees the memory of trainers killed before they could: directories that no user has named."""
     for path in root.glob(f"{PREFIX}*"):
         # It may be gone by now, or another user's.
-        with suppress(OSError, SnapshotError), files.opened(path / files.LOCK, os.O_RDWR) as lock:
-            if files.take_lock(lock):
+        with suppress(OSError, SnapshotError), ExitStack() as stack:
+            # In the first one's order: inside its commit its lock may be there, and not be taken.
+            locks = (
+                stack.enter_context(files.opened(path / name, os.O_RDWR))
+                for name in (files.COMMIT, files.LOCK)
+            )
+            if all(map(files.take_lock, locks)):
                 names = [one.relative_to(path).as_posix() for one in path.rglob("*")]
                 if files.TEMPORARY in names and all(map(_OWN_NAME.fullmatch, names)):
                     shutil.rmtree(path)
