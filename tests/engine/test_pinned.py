@@ -160,6 +160,8 @@ def test_an_evaluation_goes_on_while_the_version_moves(elastic, trained, checkpo
         Evaluator(elastic, problems, length, policy, logger=Log()),
         elastic.weight_version,
     )
+    with pytest.raises(UnsupportedArgumentError, match="repeats must be at least 1, got 0"):
+        Evaluator(elastic, problems, length, policy, repeats=0)
     assert evaluator.start() == before
     elastic.push_weights(perturbed(trained, seed=8))
     found = evaluator.result(timeout_s=120)

@@ -1,6 +1,7 @@
 """The weight sync schemes: in a TorchRL collector, and as the GRPO scripts call them."""
 
 import gc
+import math
 import pickle
 
 import pytest
@@ -27,6 +28,7 @@ from torchrl_vllm_sync import (
     WeightSyncScheme,
 )
 from torchrl_vllm_sync.errors import (
+    NonFiniteWeightsError,
     StaleVersionError,
     TransferNotReadyError,
     UnsupportedArgumentError,
@@ -250,6 +252,9 @@ def test_a_directory_is_loaded_once_for_each_version(service, model, tmp_path):
     assert_holds(service, model)
     with pytest.raises(StaleVersionError):
         sender.update_weights(version=before)
+    with pytest.raises(NonFiniteWeightsError):
+        sender.update_weights({name: one * math.nan for name, one in model.state_dict().items()})
+    assert not receiver.poll_and_apply()
     with pytest.raises(TransferNotReadyError, match="register the collector with the receiver"):
         sender.register_collector(object())
     sender.shutdown()

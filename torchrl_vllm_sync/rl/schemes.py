@@ -26,6 +26,7 @@ from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl.local_llm import LocalLLM
 from torchrl_vllm_sync.rl.updater import CollectorVersions, WeightUpdater, as_service, as_transport
 from torchrl_vllm_sync.service.service import AsyncVLLM
+from torchrl_vllm_sync.weights.audit import refuse_nonfinite
 from torchrl_vllm_sync.weights.auto import TransportName
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport
 from torchrl_vllm_sync.weights.module import ParamMeta
@@ -114,6 +115,7 @@ class VLLMWeightSender(WeightUpdater):
         if self._connected:
             return self.push_weights(weights, version=version)
         source = as_weight_source(weights)
+        refuse_nonfinite(source)
         transport: Any = self._transport  # by a directory, which has no need of replicas
         transport.open(None)
         version = transport.last_version + 1 if version is None else version

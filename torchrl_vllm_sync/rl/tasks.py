@@ -22,7 +22,7 @@ from tensordict import TensorDictBase, set_list_to_stack
 from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_seconds
+from torchrl_vllm_sync.checks import DEFAULT_TIMEOUT_S, check_integer, check_seconds
 from torchrl_vllm_sync.errors import UnsupportedArgumentError, VersionSpanError
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
@@ -213,7 +213,7 @@ class Evaluator:
         **pinning: ``timeout_s`` and ``allow_last`` of :meth:`AsyncVLLM.pinned`.
 
     Raises:
-        UnsupportedArgumentError: There are no problems.
+        UnsupportedArgumentError: There are no problems, or ``repeats`` is less than 1.
     """
 
     def __init__(
@@ -229,6 +229,7 @@ class Evaluator:
         **pinning: Any,
     ) -> None:
         self._service, self._problems, self._make_policy = service, [*problems], make_policy
+        check_integer("repeats", repeats, 1)
         if not self._problems:
             raise UnsupportedArgumentError("problems must be at least one, got none")
         self._reward = reward if isinstance(reward, TextReward) else TextReward(reward)
