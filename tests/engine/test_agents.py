@@ -294,6 +294,8 @@ def test_rewards_over_http(server, policy):
     for wrong in (
         '{"reward": NaN}',
         '{"reward": 1e999}',
+        '{"reward": 1e39}',  # which rows would have as infinity
+        f'{{"reward": {10**400}}}',
         {"reward": "1"},
         {"reward": True},
         {},

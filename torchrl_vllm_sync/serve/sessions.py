@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from torchrl_vllm_sync.errors import RewardError
 from torchrl_vllm_sync.requests.messages import VersionSpan, sampled_log_probs
 from torchrl_vllm_sync.requests.turns import Turn, behind, is_of
@@ -21,6 +22,7 @@ from torchrl_vllm_sync.requests.turns import Turn, behind, is_of
 logger = logging.getLogger(__name__)
 _OF_OUTPUT = ("replica_id", "min_version", "max_version")
 DEFAULT_LIMIT = 16384  # answers that are kept, of all sessions together
+_LARGEST = float(np.finfo(np.float32).max)  # that rows hold
 
 
 @dataclass(eq=False, slots=True)
@@ -87,14 +89,14 @@ class Session:
         """Sets the reward; a later one takes its place.
 
         Args:
-            value: A finite number.
+            value: A number that is finite as float32, which rows have it as.
 
         Raises:
             RewardError: It is none.
         """
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value)):
-            told = f"a reward must be a finite number, got {value!r}"
+        if not (is_number and abs(value) <= _LARGEST):
+            told = f"a reward, of float32, must be a finite number, got {value!r}"
             raise RewardError(f"session {self.id!r}: {told}")
         self.score = float(value)
 
