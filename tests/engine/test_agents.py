@@ -313,6 +313,16 @@ def test_rewards_over_http(server, policy):
     assert reward(server, name, {"reward": 1.0})[0] == 404
 
 
+@pytest.mark.parametrize("calls", ["abc", 5, [1], [{"function": None}], {"a": 1}])
+def test_messages_of_a_session_that_are_none_are_their_sender_s_fault(server, calls):
+    chat = [dict(QUESTION)]
+    with client_of(server, session="odd") as client:
+        say(client, chat)
+        with pytest.raises(openai.BadRequestError):
+            say(client, [*chat, {**chat[-1], "tool_calls": calls}])
+    server.sessions.take("odd")
+
+
 def test_a_session_s_own_key_asks_and_rewards_for_it_alone(server, policy):
     mine, other = server.sessions.open(), server.sessions.open()
     with client_of(server, key=mine.id, session="not-me") as client:

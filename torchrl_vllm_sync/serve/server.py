@@ -227,10 +227,11 @@ def _captured(
     messages = fields.get("messages")
     if sessions is None or asked.session_id is None or not isinstance(messages, list):
         return body
-    if (session := sessions.get(asked.session_id)) is not None:
-        messages = fields["messages"] = session._as_sampled(messages)
-        body = bytearray(json.dumps(fields).encode())
-    asked.chat = chat_of(messages)
+    with contextlib.suppress(AttributeError, TypeError, RecursionError):  # so it does of messages
+        if (session := sessions.get(asked.session_id)) is not None:
+            messages = fields["messages"] = session._as_sampled(messages)
+            body = bytearray(json.dumps(fields).encode())
+        asked.chat = chat_of(messages)
     return body
 
 
