@@ -12,8 +12,9 @@ import ray
 import torch
 from tensordict import set_list_to_stack
 from torchrl.objectives.llm.grpo import GRPOLoss
+from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.requests import eventually, is_idle, slowed
+from tests.engine.requests import eventually, is_idle, sampling, slowed
 from tests.engine.rollouts import QUIET, TOKENIZER
 from torchrl_vllm_sync import GroupAdvantage, TrainerPolicy, session_rows, vLLMWrapper
 from torchrl_vllm_sync.errors import (
@@ -21,6 +22,8 @@ from torchrl_vllm_sync.errors import (
     UncorrectableSamplingError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.serve.client import ServiceClient
+from torchrl_vllm_sync.serve.sessions import ASKED, Asked
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 KILLS = True
@@ -376,6 +379,17 @@ def test_sampling_that_a_loss_cannot_correct_for_is_refused(service, server, pol
         session_rows([session], policy)
     rows = session_rows([session], policy_over(service, allow=("temperature",)))
     assert [*rows["generation", "uncorrected"]] == ["temperature=0.5"]
+
+
+async def test_an_answer_is_kept_before_its_client_can_know_its_end(service, server):
+    """Who reads no further than the finish reason may be rewarded, and its session taken, then."""
+    client = ServiceClient(service, service.requests.fetch("get_config"), server.sessions)
+    ASKED.set(Asked(None, session_id="end"))
+    prompt = {"type": "token", "prompt_token_ids": [40, 41, 42]}
+    outputs = client.generate(prompt, sampling(output_kind=RequestOutputKind.DELTA), "end")
+    known = [(one.finished, "end" in server.sessions) async for one in outputs]
+    assert {*known} == {(False, False), (True, True)}
+    server.sessions.take("end")
 
 
 def test_who_hangs_up_leaves_no_row(service, server):

@@ -74,9 +74,9 @@ class ServiceClient:
                     asked.versions.update(one.version for one in spans)
                     if recording is not None:
                         recording.add(output)
+                        if output.finished:  # before its client can know, and go on or give up
+                            recording.end()
                     yield output
-            if recording is not None:
-                recording.end()
         except errors.SyncError as error:
             # What vLLM refuses is refused as vLLM does it, as what is wrong with the request.
             processed = self.input_processor.process_inputs(name, prompt, params, ("generate",))
