@@ -266,6 +266,20 @@ def given_calls(chunks):
     return [*calls.values()]
 
 
+def test_answers_that_read_alike_stay_in_their_conversations(server):
+    """What is behind a stop was sampled and not shown, as reasoning is."""
+    chats = [[dict(QUESTION)], [{"role": "user", "content": "What is 2 + 5?"}]]
+    with client_of(server, session="alike") as client:
+        for chat, stop in zip(chats, ("!", "?"), strict=True):
+            choice = {"structured_outputs": {"choice": [f"7{stop}"]}}
+            assert say(client, chat, stop=stop, extra_body=choice) == "7"
+        for chat in chats:
+            say(client, [*chat, dict(TOOL)])
+    (session,) = server.sessions.take("alike")
+    assert [len(row.parts) for row in session.rows] == [2, 2]
+    assert not any(row.forked for row in session.rows)
+
+
 def test_streams_and_token_prompts_are_kept_alike(service, server, policy):
     with client_of(server, session="ids") as client:
         chat = [dict(QUESTION)]

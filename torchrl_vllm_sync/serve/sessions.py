@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Answer:
     turn: Turn = field(default_factory=lambda: Turn(0, "", "", []))
     end: str = ""  # the special token that ended it
     said: Any = None  # what its client was given, see ``_said``
+    chat: Any = None  # messages that it answers
 
 
 @dataclass(eq=False, slots=True)
@@ -102,14 +104,17 @@ class Session:
 
     def _as_sampled(self, messages: Sequence[Any]) -> list[Any]:
         """Messages of a request, in which answers are the text that was sampled."""
-        given = {(one.turn.num_messages, one.said): one for one in self._answers if one.said}
-        found = [given.get((at, _said(one))) for at, one in enumerate(messages)]
-        return [
-            {"role": "assistant", "content": answer.turn.answer.removesuffix(answer.end)}
-            if answer
-            else one
-            for one, answer in zip(messages, found, strict=True)
-        ]
+        alike = defaultdict[Any, list[Answer]](list)
+        for one in reversed(self._answers):
+            alike[one.turn.num_messages, one.said].append(one)
+        shown = list[Any]()
+        for at, one in enumerate(messages):
+            found = alike[at, said] if (said := _said(one)) else ()
+            # Of those that read alike, the last one that was asked for by what is before it here.
+            answer = max(found, key=lambda each: each.chat == chat_of(shown), default=None)
+            text = answer and answer.turn.answer.removesuffix(answer.end)
+            shown.append({"role": "assistant", "content": text} if answer else one)
+        return shown
 
     def _before(
         self, ids: list[int], text: str, chat: list[dict[str, str]] | None
@@ -173,6 +178,7 @@ class Recording:
             if one.finish_reason == "stop" and one.token_ids:
                 one.end = sessions._decode([one.token_ids[-1]])
                 one.end = one.end if one.token_ids[-1] in sessions._special_ids else ""
+            one.chat = asked.chat
             num_messages, ids = len(asked.chat or ()), self.prompt_ids + one.token_ids
             one.turn = Turn(num_messages, self._text, answer, ids)
             asked.answers.append(one)
