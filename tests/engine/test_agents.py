@@ -384,6 +384,16 @@ def test_only_sessions_are_kept_and_no_more_than_asked_for(service, caplog):
             service.serve(capture=wrong)
 
 
+def test_a_session_that_is_named_twice_is_taken_once(service):
+    with service.serve(capture=2) as server, client_of(server, "none") as client:
+        for user in ("twice", "other"):
+            say(client, [dict(QUESTION)], user=user)
+        assert [one.id for one in server.sessions.take("twice", "twice")] == ["twice"] * 2
+        say(client, [dict(QUESTION)], user="third")
+        say(client, [dict(QUESTION)], user="fourth")
+        assert [*server.sessions] == ["third", "fourth"]  # as many as are kept
+
+
 def test_sampling_that_a_loss_cannot_correct_for_is_refused(service, server, policy):
     with client_of(server, session="cold") as client:
         say(client, [dict(QUESTION)], temperature=0.5)

@@ -238,7 +238,7 @@ class Sessions(Mapping[str, Session]):
         with self._lock:
             names = session_ids or [k for k, one in self._known.items() if one.score is not None]
             taken = [self._known[one] for one in names]
-            for one in taken:
+            for one in {*taken}:
                 self._remove(one)
         return taken
 
