@@ -279,9 +279,12 @@ class AgentCollector(RolloutCollector):
 
     async def _call(self, key: str, problem: dict[str, Any]) -> Any:
         def call() -> Any:
-            found: Any = self.agent(self._url, key, dict(problem))  # pyright: ignore[reportCallIssue]
-            if inspect.isawaitable(found):
-                return asyncio.run(asyncio.wait_for(found, self.timeout_s))
+            try:
+                found: Any = self.agent(self._url, key, dict(problem))  # pyright: ignore[reportCallIssue]
+                if inspect.isawaitable(found):
+                    return asyncio.run(asyncio.wait_for(found, self.timeout_s))
+            except (SystemExit, asyncio.CancelledError) as error:  # would end the loop, or all runs
+                raise RuntimeError(repr(error)) from error
             return found
 
         # Left behind when its time is over; its key is not good for anything then.
