@@ -24,8 +24,13 @@ from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
 from tests.engine.requests import eventually, sampling, token_ids
 from tests.warm import warm_python
 from torchrl_vllm_sync import AdapterSource, AsyncVLLM, ReplicaState
-from torchrl_vllm_sync.engine.remote import connected_args, look_at
-from torchrl_vllm_sync.errors import GenerationError, ServerError, TransferError
+from torchrl_vllm_sync.engine.remote import Server, connected_args, look_at
+from torchrl_vllm_sync.errors import (
+    GenerationError,
+    ServerError,
+    TransferError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 
@@ -328,3 +333,20 @@ def test_wrong_servers_are_refused_by_address(servers, tmp_path):
     with pytest.raises(ServerError, match="it serves /elsewhere") as refused:
         connected_args(facts, None)
     assert set(refused.value.failures) == {second.address}
+
+
+@pytest.mark.parametrize("told", ["<html>", [], {"data": []}, {"data": [{"id": "a"}]}, None])
+def test_what_is_no_vllm_is_refused_by_address(monkeypatch, told):
+    async def ask(*_, **__):
+        return told
+
+    monkeypatch.setattr(Server, "ask", ask)
+    with pytest.raises(ServerError, match="does not answer as vLLM") as refused:
+        AsyncVLLM.connect(["http://a", "http://b"])
+    assert set(refused.value.failures) == {"http://a", "http://b"}
+
+
+@pytest.mark.parametrize("addresses", ["http://127.0.0.1:9", []])
+def test_addresses_are_a_list_of_some(addresses):
+    with pytest.raises(UnsupportedArgumentError, match="addresses must be a list of some"):
+        AsyncVLLM.connect(addresses)

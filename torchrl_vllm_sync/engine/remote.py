@@ -253,6 +253,8 @@ def _told(error: Any) -> str:
 
 async def look_at(addresses: Sequence[str], api_key: str | None) -> dict[str, ServerFacts]:
     """Asks all servers; raises for all that fail."""
+    if isinstance(addresses, str) or not addresses:
+        raise UnsupportedArgumentError(f"addresses must be a list of some, got {addresses!r}")
     servers = [Server(one, api_key) for one in addresses]
     try:
         found = await asyncio.gather(*(one.look() for one in servers), return_exceptions=True)
@@ -263,6 +265,8 @@ async def look_at(addresses: Sequence[str], api_key: str | None) -> dict[str, Se
     for server, one in zip(servers, found, strict=True):
         if isinstance(one, ServerError):
             failures |= one.failures
+        elif isinstance(one, LookupError | TypeError | AttributeError):
+            failures[server.address] = f"it does not answer as vLLM does: {one!r}"
         elif isinstance(one, BaseException):
             raise one
         else:
