@@ -416,6 +416,15 @@ async def test_an_answer_is_kept_before_its_client_can_know_its_end(service, ser
     server.sessions.take("end")
 
 
+def test_a_session_has_no_beams_whose_tokens_nobody_sampled(server):
+    fields = {"n": 2, "temperature": 1.0, "extra_body": {"use_beam_search": True}}
+    with client_of(server) as client:
+        assert say(client, [dict(QUESTION)], **fields)  # nobody's are searched for
+        with pytest.raises(openai.APIStatusError, match="no session keeps it"):
+            say(client, [dict(QUESTION)], user="beams", **fields)
+    assert "beams" not in server.sessions
+
+
 def test_who_hangs_up_leaves_no_row(service, server):
     with slowed(service, 0.02), client_of(server, session="gone") as client:
         chat = [dict(QUESTION)]

@@ -62,6 +62,8 @@ class ServiceClient:
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
         recording, given = None, params
         if self._sessions is not None and asked.session_id is not None:
+            if asked.is_search:
+                raise NotImplementedError("what beams hold was not sampled: no session keeps it")
             recording = Recording(self._sessions, asked, one, params)
             one["prompt_token_ids"], given = recording.prompt_ids, recording.params
         keys = {"session_id": session_id, "group_id": group_id}

@@ -224,7 +224,7 @@ def _captured(
         user = user if isinstance(user, str) and len(user) <= MAX_KEY else None
         names = fields.get("session_id"), headers.get("x-session-id"), user
         asked.session_id = next((one for one in names if one and isinstance(one, str)), None)
-    messages = fields.get("messages")
+    asked.is_search, messages = bool(fields.get("use_beam_search")), fields.get("messages")
     if sessions is None or asked.session_id is None or not isinstance(messages, list):
         return body
     with contextlib.suppress(AttributeError, TypeError, RecursionError):  # so it does of messages

@@ -34,6 +34,7 @@ class Asked:
     versions: set[int] = field(default_factory=set)
     session_id: str | None = None  # None: nothing is kept
     is_bound: bool = False  # the session's own key was sent
+    is_search: bool = False  # for beams: each of their tokens is a request of vLLM's
     chat: list[dict[str, str]] | None = None  # answers in it as they were sampled
     answers: list[Answer] = field(default_factory=list)
 
