@@ -261,8 +261,9 @@ def test_what_a_server_cannot_do_is_said_by_name(connected, trained, servers):
         connected.audit(trained)
     with pytest.raises(TransferError, match="--weight-transfer-config"):
         connected.use_transfer_engine("nccl")
-    with pytest.raises(GenerationError, match="prompt_logprobs"):
-        connected.generate([1, 2, 3], sampling(prompt_logprobs=0))
+    for name, value in {"prompt_logprobs": 0, "logprob_token_ids": [1, 2]}.items():
+        with pytest.raises(GenerationError, match=name):
+            connected.generate([1, 2, 3], sampling(**{name: value}))
     adapted = get_peft_model(deepcopy(trained), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ServerError, match=f"{servers[0].address}.*sync_prepare_adapter"):
         connected.push_weights(AdapterSource(adapted))

@@ -359,6 +359,7 @@ class ServerCore(EngineCoreClient):
             "lora_request": request.lora_request is not None,
             "images and sound": bool(request.mm_features),
             "prompt_logprobs": params.prompt_logprobs is not None,  # no stream has them
+            "logprob_token_ids": params.logprob_token_ids is not None,  # nor these
         }
         if given := [what for what, is_given in refused.items() if is_given]:
             why = f"a server of others is not asked for {' and '.join(given)}"
