@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import openai
 import psutil
@@ -165,6 +166,22 @@ def test_what_a_command_leaves_running_ends_with_it(service, name):
     pids = {int(one) for one in rows["next", "reward"].flatten()}
     assert len(pids) == ROWS
     eventually(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.slow
+def test_commands_that_run_end_with_their_collector(service):
+    settings = {"dialog_turns_per_batch": ROWS, "timeout_s": 60, "max_attempts": 1}
+    collector = AgentCollector(service, ["sleep", "600"], problems(), **settings)
+
+    def commands():
+        return [one for one in psutil.Process().children() if one.name() == "sleep"]
+
+    with ThreadPoolExecutor() as pool:
+        batch = pool.submit(next, iter(collector))
+        eventually(lambda: len(commands()) == ROWS)
+        collector.shutdown()
+        assert isinstance(batch.exception(timeout=30), CancelledError)
+    assert commands() == []
 
 
 @pytest.mark.slow

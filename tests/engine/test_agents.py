@@ -12,8 +12,9 @@ import ray
 import torch
 from tensordict import set_list_to_stack
 from torchrl.objectives.llm.grpo import GRPOLoss
+from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.requests import eventually, is_idle, slowed
+from tests.engine.requests import eventually, is_idle, sampling, slowed
 from tests.engine.rollouts import QUIET, TOKENIZER
 from torchrl_vllm_sync import GroupAdvantage, TrainerPolicy, session_rows, vLLMWrapper
 from torchrl_vllm_sync.errors import (
@@ -21,6 +22,8 @@ from torchrl_vllm_sync.errors import (
     UncorrectableSamplingError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.serve.client import ServiceClient
+from torchrl_vllm_sync.serve.sessions import ASKED, Asked
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 KILLS = True
@@ -263,6 +266,20 @@ def given_calls(chunks):
     return [*calls.values()]
 
 
+def test_answers_that_read_alike_stay_in_their_conversations(server):
+    """What is behind a stop was sampled and not shown, as reasoning is."""
+    chats = [[dict(QUESTION)], [{"role": "user", "content": "What is 2 + 5?"}]]
+    with client_of(server, session="alike") as client:
+        for chat, stop in zip(chats, ("!", "?"), strict=True):
+            choice = {"structured_outputs": {"choice": [f"7{stop}"]}}
+            assert say(client, chat, stop=stop, extra_body=choice) == "7"
+        for chat in chats:
+            say(client, [*chat, dict(TOOL)])
+    (session,) = server.sessions.take("alike")
+    assert [len(row.parts) for row in session.rows] == [2, 2]
+    assert not any(row.forked for row in session.rows)
+
+
 def test_streams_and_token_prompts_are_kept_alike(service, server, policy):
     with client_of(server, session="ids") as client:
         chat = [dict(QUESTION)]
@@ -294,6 +311,8 @@ def test_rewards_over_http(server, policy):
     for wrong in (
         '{"reward": NaN}',
         '{"reward": 1e999}',
+        '{"reward": 1e39}',  # which rows would have as infinity
+        f'{{"reward": {10**400}}}',
         {"reward": "1"},
         {"reward": True},
         {},
@@ -309,6 +328,16 @@ def test_rewards_over_http(server, policy):
     (session,) = server.sessions.take("a/b c")
     assert session.score == -2.0
     assert reward(server, name, {"reward": 1.0})[0] == 404
+
+
+@pytest.mark.parametrize("calls", ["abc", 5, [1], [{"function": None}], {"a": 1}])
+def test_messages_of_a_session_that_are_none_are_their_sender_s_fault(server, calls):
+    chat = [dict(QUESTION)]
+    with client_of(server, session="odd") as client:
+        say(client, chat)
+        with pytest.raises(openai.BadRequestError):
+            say(client, [*chat, {**chat[-1], "tool_calls": calls}])
+    server.sessions.take("odd")
 
 
 def test_a_session_s_own_key_asks_and_rewards_for_it_alone(server, policy):
@@ -355,6 +384,16 @@ def test_only_sessions_are_kept_and_no_more_than_asked_for(service, caplog):
             service.serve(capture=wrong)
 
 
+def test_a_session_that_is_named_twice_is_taken_once(service):
+    with service.serve(capture=2) as server, client_of(server, "none") as client:
+        for user in ("twice", "other"):
+            say(client, [dict(QUESTION)], user=user)
+        assert [one.id for one in server.sessions.take("twice", "twice")] == ["twice"] * 2
+        say(client, [dict(QUESTION)], user="third")
+        say(client, [dict(QUESTION)], user="fourth")
+        assert [*server.sessions] == ["third", "fourth"]  # as many as are kept
+
+
 def test_sampling_that_a_loss_cannot_correct_for_is_refused(service, server, policy):
     with client_of(server, session="cold") as client:
         say(client, [dict(QUESTION)], temperature=0.5)
@@ -364,6 +403,26 @@ def test_sampling_that_a_loss_cannot_correct_for_is_refused(service, server, pol
         session_rows([session], policy)
     rows = session_rows([session], policy_over(service, allow=("temperature",)))
     assert [*rows["generation", "uncorrected"]] == ["temperature=0.5"]
+
+
+async def test_an_answer_is_kept_before_its_client_can_know_its_end(service, server):
+    """Who reads no further than the finish reason may be rewarded, and its session taken, then."""
+    client = ServiceClient(service, service.requests.fetch("get_config"), server.sessions)
+    ASKED.set(Asked(None, session_id="end"))
+    prompt = {"type": "token", "prompt_token_ids": [40, 41, 42]}
+    outputs = client.generate(prompt, sampling(output_kind=RequestOutputKind.DELTA), "end")
+    known = [(one.finished, "end" in server.sessions) async for one in outputs]
+    assert {*known} == {(False, False), (True, True)}
+    server.sessions.take("end")
+
+
+def test_a_session_has_no_beams_whose_tokens_nobody_sampled(server):
+    fields = {"n": 2, "temperature": 1.0, "extra_body": {"use_beam_search": True}}
+    with client_of(server) as client:
+        assert say(client, [dict(QUESTION)], **fields)  # nobody's are searched for
+        with pytest.raises(openai.APIStatusError, match="no session keeps it"):
+            say(client, [dict(QUESTION)], user="beams", **fields)
+    assert "beams" not in server.sessions
 
 
 def test_who_hangs_up_leaves_no_row(service, server):

@@ -24,8 +24,13 @@ from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
 from tests.engine.requests import eventually, sampling, token_ids
 from tests.warm import warm_python
 from torchrl_vllm_sync import AdapterSource, AsyncVLLM, ReplicaState
-from torchrl_vllm_sync.engine.remote import connected_args, look_at
-from torchrl_vllm_sync.errors import GenerationError, ServerError, TransferError
+from torchrl_vllm_sync.engine.remote import Server, connected_args, look_at
+from torchrl_vllm_sync.errors import (
+    GenerationError,
+    ServerError,
+    TransferError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, token_log_probs
 
@@ -256,8 +261,9 @@ def test_what_a_server_cannot_do_is_said_by_name(connected, trained, servers):
         connected.audit(trained)
     with pytest.raises(TransferError, match="--weight-transfer-config"):
         connected.use_transfer_engine("nccl")
-    with pytest.raises(GenerationError, match="prompt_logprobs"):
-        connected.generate([1, 2, 3], sampling(prompt_logprobs=0))
+    for name, value in {"prompt_logprobs": 0, "logprob_token_ids": [1, 2]}.items():
+        with pytest.raises(GenerationError, match=name):
+            connected.generate([1, 2, 3], sampling(**{name: value}))
     adapted = get_peft_model(deepcopy(trained), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ServerError, match=f"{servers[0].address}.*sync_prepare_adapter"):
         connected.push_weights(AdapterSource(adapted))
@@ -328,3 +334,20 @@ def test_wrong_servers_are_refused_by_address(servers, tmp_path):
     with pytest.raises(ServerError, match="it serves /elsewhere") as refused:
         connected_args(facts, None)
     assert set(refused.value.failures) == {second.address}
+
+
+@pytest.mark.parametrize("told", ["<html>", [], {"data": []}, {"data": [{"id": "a"}]}, None])
+def test_what_is_no_vllm_is_refused_by_address(monkeypatch, told):
+    async def ask(*_, **__):
+        return told
+
+    monkeypatch.setattr(Server, "ask", ask)
+    with pytest.raises(ServerError, match="does not answer as vLLM") as refused:
+        AsyncVLLM.connect(["http://a", "http://b"])
+    assert set(refused.value.failures) == {"http://a", "http://b"}
+
+
+@pytest.mark.parametrize("addresses", ["http://127.0.0.1:9", []])
+def test_addresses_are_a_list_of_some(addresses):
+    with pytest.raises(UnsupportedArgumentError, match="addresses must be a list of some"):
+        AsyncVLLM.connect(addresses)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchrl_vllm_sync.requests import background
-from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking
+from torchrl_vllm_sync.requests.background import iterate_blocking, run_blocking, start
 
 
 async def double(number):
@@ -25,6 +25,14 @@ def test_results_and_errors_come_back():
     assert run_blocking(double(4)) == 8
     with pytest.raises(KeyError, match="why"):
         run_blocking(fail())
+
+
+def test_an_exit_comes_back_as_an_error_does():
+    async def leave():
+        sys.exit(3)
+
+    assert isinstance(start(leave()).exception(timeout=10), SystemExit)
+    assert start(double(4)).result(timeout=10) == 8
 
 
 def test_many_threads_share_one_loop():

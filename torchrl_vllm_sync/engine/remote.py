@@ -253,6 +253,8 @@ def _told(error: Any) -> str:
 
 async def look_at(addresses: Sequence[str], api_key: str | None) -> dict[str, ServerFacts]:
     """Asks all servers; raises for all that fail."""
+    if isinstance(addresses, str) or not addresses:
+        raise UnsupportedArgumentError(f"addresses must be a list of some, got {addresses!r}")
     servers = [Server(one, api_key) for one in addresses]
     try:
         found = await asyncio.gather(*(one.look() for one in servers), return_exceptions=True)
@@ -263,6 +265,8 @@ async def look_at(addresses: Sequence[str], api_key: str | None) -> dict[str, Se
     for server, one in zip(servers, found, strict=True):
         if isinstance(one, ServerError):
             failures |= one.failures
+        elif isinstance(one, LookupError | TypeError | AttributeError):
+            failures[server.address] = f"it does not answer as vLLM does: {one!r}"
         elif isinstance(one, BaseException):
             raise one
         else:
@@ -355,6 +359,7 @@ class ServerCore(EngineCoreClient):
             "lora_request": request.lora_request is not None,
             "images and sound": bool(request.mm_features),
             "prompt_logprobs": params.prompt_logprobs is not None,  # no stream has them
+            "logprob_token_ids": params.logprob_token_ids is not None,  # nor these
         }
         if given := [what for what, is_given in refused.items() if is_given]:
             why = f"a server of others is not asked for {' and '.join(given)}"

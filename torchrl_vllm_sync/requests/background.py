@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -29,7 +30,13 @@ def _loop() -> asyncio.AbstractEventLoop:
         loop = _loops.get(os.getpid())
         if loop is None:
             loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="torchrl_vllm_sync", daemon=True).start()
+
+            def run() -> None:
+                while True:
+                    with contextlib.suppress(SystemExit):  # it comes to who waits for the coroutine
+                        loop.run_forever()
+
+            threading.Thread(target=run, name="torchrl_vllm_sync", daemon=True).start()
             _loops[os.getpid()] = loop
         return loop
 

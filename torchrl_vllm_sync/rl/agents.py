@@ -214,17 +214,19 @@ class AgentCollector(RolloutCollector):
         kwargs |= {"policy": policy, "dialog_turns_per_batch": dialog_turns_per_batch}
         super().__init__(env, **kwargs)
         self.agent, self.timeout_s, self.max_attempts = agent, timeout_s, max_attempts
-        self._running = asyncio.Semaphore(concurrency)
+        self._running, self._batches = asyncio.Semaphore(concurrency), set[asyncio.Task[Any]]()
         options = {"api_key": secrets.token_hex(), **(server_options or {}), "capture": True}
         self._server = service.serve(**options)
         self._url = f"{self._server.url}/v1"
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Ends the server, and with it what agents ask.
+        """Ends the commands that run, and the server, and with it what agents ask.
 
         Args:
             *args, **kwargs: ``LLMCollector``'s.
         """
+        for one in [*self._batches]:
+            one.get_loop().call_soon_threadsafe(one.cancel)
         self._server.close()
         super().shutdown(*args, **kwargs)
 
@@ -246,11 +248,15 @@ class AgentCollector(RolloutCollector):
         return rows
 
     async def _sessions(self, problems: Sequence[dict[str, Any]]) -> list[Session]:
+        batch: Any = asyncio.current_task()
+        self._batches.add(batch)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._session(one)) for one in problems]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            self._batches.discard(batch)
         return [one.result() for one in tasks]
 
     async def _session(self, problem: dict[str, Any]) -> Session:
@@ -279,9 +285,12 @@ class AgentCollector(RolloutCollector):
 
     async def _call(self, key: str, problem: dict[str, Any]) -> Any:
         def call() -> Any:
-            found: Any = self.agent(self._url, key, dict(problem))  # pyright: ignore[reportCallIssue]
-            if inspect.isawaitable(found):
-                return asyncio.run(asyncio.wait_for(found, self.timeout_s))
+            try:
+                found: Any = self.agent(self._url, key, dict(problem))  # pyright: ignore[reportCallIssue]
+                if inspect.isawaitable(found):
+                    return asyncio.run(asyncio.wait_for(found, self.timeout_s))
+            except (SystemExit, asyncio.CancelledError) as error:  # would end the loop, or all runs
+                raise RuntimeError(repr(error)) from error
             return found
 
         # Left behind when its time is over; its key is not good for anything then.

@@ -62,6 +62,8 @@ class ServiceClient:
         one = {name: prompt[name] for name in _OF_PROMPT if name in prompt}
         recording, given = None, params
         if self._sessions is not None and asked.session_id is not None:
+            if asked.is_search:
+                raise NotImplementedError("what beams hold was not sampled: no session keeps it")
             recording = Recording(self._sessions, asked, one, params)
             one["prompt_token_ids"], given = recording.prompt_ids, recording.params
         keys = {"session_id": session_id, "group_id": group_id}
@@ -74,9 +76,9 @@ class ServiceClient:
                     asked.versions.update(one.version for one in spans)
                     if recording is not None:
                         recording.add(output)
+                        if output.finished:  # before its client can know, and go on or give up
+                            recording.end()
                     yield output
-            if recording is not None:
-                recording.end()
         except errors.SyncError as error:
             # What vLLM refuses is refused as vLLM does it, as what is wrong with the request.
             processed = self.input_processor.process_inputs(name, prompt, params, ("generate",))

@@ -224,13 +224,14 @@ def _captured(
         user = user if isinstance(user, str) and len(user) <= MAX_KEY else None
         names = fields.get("session_id"), headers.get("x-session-id"), user
         asked.session_id = next((one for one in names if one and isinstance(one, str)), None)
-    messages = fields.get("messages")
+    asked.is_search, messages = bool(fields.get("use_beam_search")), fields.get("messages")
     if sessions is None or asked.session_id is None or not isinstance(messages, list):
         return body
-    if (session := sessions.get(asked.session_id)) is not None:
-        messages = fields["messages"] = session._as_sampled(messages)
-        body = bytearray(json.dumps(fields).encode())
-    asked.chat = chat_of(messages)
+    with contextlib.suppress(AttributeError, TypeError, RecursionError):  # so it does of messages
+        if (session := sessions.get(asked.session_id)) is not None:
+            messages = fields["messages"] = session._as_sampled(messages)
+            body = bytearray(json.dumps(fields).encode())
+        asked.chat = chat_of(messages)
     return body
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import secrets
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from torchrl_vllm_sync.errors import RewardError
 from torchrl_vllm_sync.requests.messages import VersionSpan, sampled_log_probs
@@ -21,6 +23,7 @@ from torchrl_vllm_sync.requests.turns import Turn, behind, is_of
 logger = logging.getLogger(__name__)
 _OF_OUTPUT = ("replica_id", "min_version", "max_version")
 DEFAULT_LIMIT = 16384  # answers that are kept, of all sessions together
+_LARGEST = float(np.finfo(np.float32).max)  # that rows hold
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +34,7 @@ class Asked:
     versions: set[int] = field(default_factory=set)
     session_id: str | None = None  # None: nothing is kept
     is_bound: bool = False  # the session's own key was sent
+    is_search: bool = False  # for beams: each of their tokens is a request of vLLM's
     chat: list[dict[str, str]] | None = None  # answers in it as they were sampled
     answers: list[Answer] = field(default_factory=list)
 
@@ -52,6 +56,7 @@ class Answer:
     turn: Turn = field(default_factory=lambda: Turn(0, "", "", []))
     end: str = ""  # the special token that ended it
     said: Any = None  # what its client was given, see ``_said``
+    chat: Any = None  # messages that it answers
 
 
 @dataclass(eq=False, slots=True)
@@ -87,27 +92,30 @@ class Session:
         """Sets the reward; a later one takes its place.
 
         Args:
-            value: A finite number.
+            value: A number that is finite as float32, which rows have it as.
 
         Raises:
             RewardError: It is none.
         """
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value)):
-            told = f"a reward must be a finite number, got {value!r}"
+        if not (is_number and abs(value) <= _LARGEST):
+            told = f"a reward, of float32, must be a finite number, got {value!r}"
             raise RewardError(f"session {self.id!r}: {told}")
         self.score = float(value)
 
     def _as_sampled(self, messages: Sequence[Any]) -> list[Any]:
         """Messages of a request, in which answers are the text that was sampled."""
-        given = {(one.turn.num_messages, one.said): one for one in self._answers if one.said}
-        found = [given.get((at, _said(one))) for at, one in enumerate(messages)]
-        return [
-            {"role": "assistant", "content": answer.turn.answer.removesuffix(answer.end)}
-            if answer
-            else one
-            for one, answer in zip(messages, found, strict=True)
-        ]
+        alike = defaultdict[Any, list[Answer]](list)
+        for one in reversed(self._answers):
+            alike[one.turn.num_messages, one.said].append(one)
+        shown = list[Any]()
+        for at, one in enumerate(messages):
+            found = alike[at, said] if (said := _said(one)) else ()
+            # Of those that read alike, the last one that was asked for by what is before it here.
+            answer = max(found, key=lambda each: each.chat == chat_of(shown), default=None)
+            text = answer and answer.turn.answer.removesuffix(answer.end)
+            shown.append({"role": "assistant", "content": text} if answer else one)
+        return shown
 
     def _before(
         self, ids: list[int], text: str, chat: list[dict[str, str]] | None
@@ -171,6 +179,7 @@ class Recording:
             if one.finish_reason == "stop" and one.token_ids:
                 one.end = sessions._decode([one.token_ids[-1]])
                 one.end = one.end if one.token_ids[-1] in sessions._special_ids else ""
+            one.chat = asked.chat
             num_messages, ids = len(asked.chat or ()), self.prompt_ids + one.token_ids
             one.turn = Turn(num_messages, self._text, answer, ids)
             asked.answers.append(one)
@@ -230,7 +239,7 @@ class Sessions(Mapping[str, Session]):
         with self._lock:
             names = session_ids or [k for k, one in self._known.items() if one.score is not None]
             taken = [self._known[one] for one in names]
-            for one in taken:
+            for one in {*taken}:
                 self._remove(one)
         return taken
 

@@ -347,6 +347,7 @@ class AsyncVLLM(RLvLLMEngine):
             **kwargs: Other arguments of the class that are not about engines.
 
         Raises:
+            UnsupportedArgumentError: ``addresses`` is text, or empty.
             ServerError: Some are away, refuse the key, lack a route, or do not serve the same; it
                 names each. Nothing was started.
             LaunchError: Some were lost meanwhile.
