@@ -1,5 +1,6 @@
 """Replicas that are ``vllm serve`` processes of somebody else: two real ones, asked over HTTP."""
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -14,7 +15,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,6 +27,7 @@ from tests.engine.checks import SEQUENCES, TOLERANCE, perturbed
 from tests.engine.requests import eventually, sampling, token_ids
 from tests.warm import warm_python
 from torchrl_vllm_sync import AdapterSource, AsyncVLLM, ReplicaState
+from torchrl_vllm_sync.engine import remote
 from torchrl_vllm_sync.engine.remote import Server, connected_args, look_at
 from torchrl_vllm_sync.errors import (
     GenerationError,
@@ -345,6 +349,25 @@ def test_what_is_no_vllm_is_refused_by_address(monkeypatch, told):
     with pytest.raises(ServerError, match="does not answer as vLLM") as refused:
         AsyncVLLM.connect(["http://a", "http://b"])
     assert set(refused.value.failures) == {"http://a", "http://b"}
+
+
+def test_a_server_whose_figures_are_none_is_watched_on(monkeypatch):
+    pages, lost = ["vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_running NaN\n"], []
+
+    async def ask(server, *_, **__):
+        if pages:
+            return pages.pop()
+        key = SimpleNamespace(host="a", port=80, ssl=False)
+        raise server.error("it is away") from aiohttp.ClientConnectorError(key, OSError())
+
+    monkeypatch.setattr(Server, "ask", ask)
+    monkeypatch.setattr(remote, "WATCH_S", 0)
+    core = remote.ServerCore.__new__(remote.ServerCore)
+    core._server, core._on_loss = Server("http://a", None), lost.append
+    core._label, core.resources = None, SimpleNamespace(engine_dead=False)
+    run_blocking(asyncio.wait_for(core._look_again(remote.ServerStats()), 30))
+    assert not pages
+    assert lost == ["server http://a: it is away"]
 
 
 @pytest.mark.parametrize("addresses", ["http://127.0.0.1:9", []])

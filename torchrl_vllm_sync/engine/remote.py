@@ -18,7 +18,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +168,14 @@ class Server:
     def error(self, reason: str) -> ServerError:
         return ServerError({self.address: reason})
 
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Around what reads answers, which may be anybody's."""
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise self.error(f"it does not answer as vLLM does: {error!r}") from error
+
     @contextlib.asynccontextmanager
     async def request(
         self,
@@ -209,26 +217,27 @@ class Server:
 
     async def look(self) -> ServerFacts:
         """Asks for all that must be known before it is used."""
-        served = (await self.ask("/v1/models"))["data"][0]
-        # An empty request is not valid, where the route is there.
-        await self.ask(GENERATE, {}, fine=(400, 422))
-        probe = {"model": served["id"], "prompt": PROBE, "add_special_tokens": False}
-        told = await self.ask("/weight_info", fine=[404])
-        config, label, is_paused = None, told.get("weight_version", internals.UNLABELLED), False
-        if "weight_version" in told:
-            is_paused = (await self.ask("/is_paused"))["is_paused"]
-            config = (await self.ask("/server_info?config_format=json"))["vllm_config"]
-        return ServerFacts(
-            model=served["id"],
-            root=served["root"],
-            max_model_len=served["max_model_len"],
-            vllm_version=(await self.ask("/version"))["version"],
-            tokens=(await self.ask("/tokenize", probe))["tokens"],
-            config=config,
-            label=label,
-            is_paused=is_paused,
-            figures=await self.figures(),
-        )
+        with self.understood():
+            served = (await self.ask("/v1/models"))["data"][0]
+            # An empty request is not valid, where the route is there.
+            await self.ask(GENERATE, {}, fine=(400, 422))
+            probe = {"model": served["id"], "prompt": PROBE, "add_special_tokens": False}
+            told = await self.ask("/weight_info", fine=[404])
+            config, label, is_paused = None, told.get("weight_version", internals.UNLABELLED), False
+            if "weight_version" in told:
+                is_paused = (await self.ask("/is_paused"))["is_paused"]
+                config = (await self.ask("/server_info?config_format=json"))["vllm_config"]
+            return ServerFacts(
+                model=served["id"],
+                root=served["root"],
+                max_model_len=served["max_model_len"],
+                vllm_version=(await self.ask("/version"))["version"],
+                tokens=(await self.ask("/tokenize", probe))["tokens"],
+                config=config,
+                label=label,
+                is_paused=is_paused,
+                figures=await self.figures(),
+            )
 
     async def close(self) -> None:
         if self._session is not None:
@@ -265,8 +274,6 @@ async def look_at(addresses: Sequence[str], api_key: str | None) -> dict[str, Se
     for server, one in zip(servers, found, strict=True):
         if isinstance(one, ServerError):
             failures |= one.failures
-        elif isinstance(one, LookupError | TypeError | AttributeError):
-            failures[server.address] = f"it does not answer as vLLM does: {one!r}"
         elif isinstance(one, BaseException):
             raise one
         else:
@@ -460,18 +467,22 @@ class ServerCore(EngineCoreClient):
         while not self.resources.engine_dead:
             await asyncio.sleep(WATCH_S)
             try:
-                found, label = await self._server.figures(), self._label
-                stats.read(found)
-                if found.started_at != self._facts.figures.started_at:
-                    self._lose("it was started anew, and has the weights of its start")
-                if self._facts.config is not None and label is not None:
-                    now = (await self._server.ask("/weight_info"))["weight_version"]
-                    if label == self._label != now:
-                        self._lose(f"others gave it the weights {now!r}")
+                with self._server.understood():
+                    await self._look_once(stats)
             except ServerError as error:
                 # Silence is noticed by whoever watches the engine.
                 if isinstance(error.__cause__, aiohttp.ClientConnectorError):
                     self._lose(str(error))
+
+    async def _look_once(self, stats: ServerStats) -> None:
+        found, label = await self._server.figures(), self._label
+        stats.read(found)
+        if found.started_at != self._facts.figures.started_at:
+            self._lose("it was started anew, and has the weights of its start")
+        if self._facts.config is not None and label is not None:
+            now = (await self._server.ask("/weight_info"))["weight_version"]
+            if label == self._label != now:
+                self._lose(f"others gave it the weights {now!r}")
 
     def _lose(self, reason: str) -> None:
         if not self.resources.engine_dead:
