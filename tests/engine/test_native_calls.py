@@ -1,5 +1,6 @@
 """vLLM's own RL calls on a service: they move weights, and out of turn they harm nothing."""
 
+import asyncio
 import pickle
 import threading
 import time
@@ -20,6 +21,7 @@ from tests.engine.requests import slowed
 from tests.engine.salts import freeze_salt, thaw_salt
 from torchrl_vllm_sync import as_weight_source
 from torchrl_vllm_sync.errors import (
+    SilentEngineError,
     StaleVersionError,
     TransferError,
     TransferNotReadyError,
@@ -514,6 +516,29 @@ def test_sleep_and_wake_up(service, model):
     service.sleep(level=0)
     assert service.wake_up()
     assert states(service) == {"serving"}
+
+
+def test_an_engine_that_is_not_idle_in_time_does_not_fall_asleep_later(service, model):
+    def is_sleeping(actor):  # in a thread of its own
+        loop = actor.engine.output_handler.get_loop()
+        return asyncio.run_coroutine_threadsafe(actor.engine.is_sleeping(), loop).result(30)
+
+    service.push_weights(perturbed(model, seed=175))
+    with slowed(service):
+        thread, results = in_background(lambda: service.generate([5, 6], greedy(60), actor_index=1))
+        wait_for(lambda: sum(service.get_num_unfinished_requests()) == 1)
+        with pytest.raises(SilentEngineError, match=r"falling asleep took longer than 0\.5 s"):
+            service.sleep(2, "wait", timeout_s=0.5)
+        assert thread.is_alive()
+    thread.join(60)
+    assert len(results[0].outputs[0].token_ids) == 60
+    asleep = service.replicas.call_replicas("__ray_call__", is_sleeping)
+    assert asleep == {"0": True, "1": False}
+    assert distance(service, model, 1) < TOLERANCE
+    service.wake_up(tags=["weights"])
+    service.push_weights(model)
+    assert service.wake_up(tags=["kv_cache"])
+    assert_holds(service, model)
 
 
 def test_weights_that_were_dropped_must_come_before_the_engine_is_awake(service, model):

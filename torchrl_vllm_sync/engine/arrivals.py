@@ -507,17 +507,22 @@ class NativeCalls:
             needs = "needs enable_sleep_mode=True at launch"
             raise errors.UnsupportedArgumentError(f"sleep(level={level}) {needs}")
         async with self._turn("sleep", timeout_s):
-            call = self._rest(mode) if is_shared else self._engine.sleep(level, mode)
-            await self._hold("falling asleep", call, timeout_s)
+            await self._hold("falling asleep", self._rest(level, mode), timeout_s)
             if level > 0:
                 self._updates.asleep = MEMORY_TAGS
             if level > 1 or (level and is_shared):  # a trainer may write them
                 self._updates.whole = False
 
-    async def _rest(self, mode: PauseMode) -> None:
-        """Stops, with all memory; the last step has ended."""
+    async def _rest(self, level: int, mode: PauseMode) -> None:
+        """Stops, and then lets memory go: vLLM would do so later, too, once nobody waits for it."""
+        updates = self._updates
         await self._engine.sleep(0, mode)
-        await self._updates.ask_workers("sync_settle", what="finishing the last step")
+        if updates.is_shared:
+            await updates.ask_workers("sync_settle", what="finishing the last step")
+        elif level > 0:
+            was_whole, updates.whole = updates.whole, False  # as long as it may be either
+            await self._engine.sleep(level, "keep")
+            updates.whole = was_whole
 
     async def wake_up(self, tags: list[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> bool:
         """Wakes the engine, or the memory that ``tags`` name; fully awake it takes requests."""
@@ -552,17 +557,19 @@ class NativeCalls:
                 await self._wake([tag], asleep - {tag}, timeout_s)
 
     async def _hold(self, what: str, call: Awaitable[None], timeout_s: float) -> None:
-        """Keeps the engine from stepping by ``call``; undone if that fails."""
+        """Keeps the engine from stepping by ``call``; undone if that fails, and can be."""
         before = self._updates.held
         if self._gate.state is ReplicaState.SERVING:
             self._updates.set_state(ReplicaState.UPDATING)
         self._updates.held = True
         try:
             await self._updates.ask(what, call, timeout_s)
-        except BaseException:
+        except BaseException as error:
             self._updates.held = before
             if self._updates.whole:
                 await self._updates.resume()
+            else:
+                self._updates.set_state(ReplicaState.STALE, f"{what} failed: {error}")
             raise
 
     async def _let_go(self) -> None:
