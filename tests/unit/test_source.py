@@ -605,17 +605,6 @@ def test_adapters_are_merged_without_touching_the_training_copy(untied, kind):
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
 
 
-def test_where_tensors_are_is_asked_once_a_push(untied, monkeypatch):
-    """It takes as long as all else that the host does, where there are adapters."""
-    wrapped = with_adapters(untied, **LORA["all linear"])
-    source = fit_to_model(ModuleSource(wrapped), expected_of(untied))
-    monkeypatch.setattr(type(untied), "state_dict", lambda *_, **__: pytest.fail("asked again"))
-    assert source.views() is None
-    assert list(dict(source)) == [one.name for one in source.metadata()]
-    with pytest.raises(pytest.fail.Exception, match="asked again"):
-        ModuleSource(wrapped).metadata()
-
-
 @pytest.mark.parametrize("autocast", [True, False], ids=["float32 adapters", "bfloat16 adapters"])
 @pytest.mark.parametrize("kind", [*LORA, "experts"])
 def test_what_is_sent_equals_a_merge_by_peft_bit_by_bit(checkpoints, kind, autocast):

@@ -471,12 +471,8 @@ class ModuleSource:
     order in which they lie in the fused tensor.
     """
 
-    def __init__(self, module: torch.nn.Module, state: _State | None = None) -> None:
-        self.owner, self._kept = unwrap(module), state
-
-    def kept(self) -> ModuleSource:
-        """Returns this source for one push, in which nothing moves."""
-        return ModuleSource(self.owner, self._state())
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.owner = unwrap(module)
 
     def metadata(self) -> list[ParamMeta]:
         return self._state().plan.metadata
@@ -508,8 +504,6 @@ class ModuleSource:
 
     def _state(self) -> _State:
         """Returns the module's tensors and plan, kept while nothing has moved."""
-        if self._kept is not None:
-            return self._kept
         module, known = self.owner, known_of(self.owner)
         # What adapters add, and to what, may change at any time.
         layout = None if is_peft(module) else layout_of(module)

@@ -246,8 +246,6 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
     A tied output head may be absent, but must equal the embedding. Any floating-point dtype may
     stand for another, since transports cast.
     """
-    if isinstance(source, ModuleSource):
-        source = source.kept()
     given = source.metadata()
     known = known_of(source.owner) if isinstance(source, StableSource) else Known()
     fit: _Fit | None = known.fit
