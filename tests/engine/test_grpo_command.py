@@ -39,6 +39,7 @@ def test_a_policy_learns_and_is_saved(cluster, tmp_path, capfd):
     file.write_text(f"logging: {{log_dir: {tmp_path}/log, checkpoint_dir: {tmp_path}/saved}}")
     more = ["train.sync=false", "train.max_staleness=1"]
     assert cli.main(["grpo", "--config", str(file), *SETTINGS, *more]) == 0, capfd.readouterr().err
+    assert "GRPO: engines start" in capfd.readouterr().err
     rewards = logged(tmp_path / "log", "reward")
     assert len(rewards) == BATCHES
     assert rise(rewards) > RISE

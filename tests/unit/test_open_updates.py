@@ -216,6 +216,24 @@ async def test_a_pause_outlives_an_update_and_sleep_wants_its_weights_back(nativ
     assert native.state is SERVING
 
 
+@pytest.mark.parametrize(("fails_at", "state"), [(0, SERVING), (1, STALE), (2, STALE)])
+async def test_an_engine_that_may_be_half_asleep_serves_no_more(native, fails_at, state):
+    """Unlike one that could not even stop, until an update brings all of the weights."""
+
+    async def sleep(level, mode):
+        assert mode == ("wait" if level == 0 else "keep")
+        if level == fails_at:
+            raise TransferError("it does not sleep")
+
+    native._engine.sleep = sleep
+    with pytest.raises(TransferError, match="it does not sleep"):
+        await native.sleep(fails_at or 2, "wait")
+    assert (native.state, native._updates.held) == (state, False)
+    assert native._updates.whole == (state is SERVING)
+    await native.update_weights_native(PART)
+    assert (native.state, native._updates.whole) == (SERVING, True)
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 async def test_shared_weights_rest_once_the_last_step_has_ended(native, level):
     """Memory is kept, and a step that does not end leaves the engine serving."""

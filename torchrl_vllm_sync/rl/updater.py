@@ -237,7 +237,7 @@ class WeightUpdater:
 
     Raises:
         UnsupportedArgumentError: No transport of that name, an option is no such value, or
-            ``service`` is none.
+            ``service`` is a model.
     """
 
     def __init__(
