@@ -90,24 +90,24 @@ def read_snapshots(directory, applied, verify):
             time.sleep(0.0005)
 
 
+def open_in_place(directory):
+    return DataFile(directory / DATA_FILE, DataLayout.of(METADATA), allocate=True, mapped=True)
+
+
 def write_in_place(directory):
     """The naive writer: one file, written over and over, and nothing that names a version."""
-    data = DataLayout.of(METADATA)
-    path = directory / DATA_FILE
-    file = DataFile(path, data, allocate=True, mapped=True)
+    file = open_in_place(directory)
     version = 0
     while True:
         version += 1
         with TensorWriter(file, []) as writer:
             for (_, tensor), meta, offset in zip(
-                stamped(version), METADATA, data.offsets, strict=True
+                stamped(version), METADATA, file.layout.offsets, strict=True
             ):
                 writer.add(tensor, meta, offset, stays=False)
 
 
 def read_in_place(directory):
-    while not (directory / DATA_FILE).exists():
-        time.sleep(0.0005)
     while True:
         stored = TensorDict.from_consolidated(directory / DATA_FILE)
         copies = [stored.get(meta.name).clone() for meta in METADATA]
@@ -280,6 +280,8 @@ class Experiment:
 
     def run_to_the_end(self, kills, reads):
         roles = ["writer", *range(NUM_READERS)]
+        if self.kind == "in-place":  # readers find a file whose description is written
+            open_in_place(self.directory).close()
         for role in roles:
             self.start(role)
         while self.report["kills"] < kills or self.logs[0].reads < reads:
