@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import statistics
 import time
@@ -24,7 +25,7 @@ from torchrl_vllm_sync.testing import token_log_probs
 from torchrl_vllm_sync.weights.broadcast.group import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 TRANSPORTS: dict[str, Any] = {
     "broadcast": tvs.BroadcastTransport,
@@ -32,6 +33,7 @@ TRANSPORTS: dict[str, Any] = {
     "ipc": tvs.IPCTransport,
     "memmap": tvs.MemmapTransport,
     "p2p": tvs.P2PTransport,
+    "p2p-handed-on": functools.partial(tvs.P2PTransport, hand_on=True),
     "adapter": tvs.MemmapTransport,
 }
 LORA_RANK = 16
@@ -46,18 +48,19 @@ class RawRank:
         self, where: tuple[str, int], rank: int, world_size: int, num_bytes: int, rounds: int
     ) -> list[float]:
         """Takes part in every round; returns this rank's seconds of each."""
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         meet(where, rank, world_size)
         data = torch.ones(min(num_bytes, RAW_PIECE_BYTES), dtype=torch.uint8, device=device)
         sizes = [RAW_PIECE_BYTES] * (num_bytes // RAW_PIECE_BYTES) + [num_bytes % RAW_PIECE_BYTES]
-        samples = []
+        samples: list[float] = []
+        synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         for _ in range(rounds + 2):  # two to warm up
             dist.barrier()
-            synchronize(device)
+            synchronize()
             begin = time.perf_counter()
             for size in sizes:
                 dist.broadcast(data[:size], 0)
-            synchronize(device)
+            synchronize()
             samples.append(time.perf_counter() - begin)
         dist.destroy_process_group()
         return samples[2:]
@@ -80,14 +83,19 @@ def address_of(actor: Any) -> tuple[str, int]:
     return ray.get(actor.__ray_call__.remote(lambda _: (here(), free_port(here()))), timeout=120)
 
 
-def spawn(kind: type, *args: Any, num_gpus: int, **options: Any) -> Any:
-    actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0)(kind)
-    return actor.remote(*args, **options)
+def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
+    """Starts an actor that sees all GPUs, as a driver does, and has some of them."""
+    env = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0, runtime_env=env)(kind)
+    return actor.remote(*args)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def own_device() -> torch.device:
+    """Returns the GPU of this actor, which is the current one from now on, or the CPU."""
+    for index in ray.get_gpu_ids():
+        torch.cuda.set_device(int(index))
+        return torch.device("cuda", int(index))
+    return torch.device("cpu")
 
 
 def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int) -> list[float]:
@@ -107,7 +115,7 @@ class Trainer:
     def __init__(self, checkpoint: str, dtype: str, has_adapter: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = own_device()
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(checkpoint)
         with self.device:
@@ -280,24 +288,17 @@ class TokenLog:
 
     def step_s(self) -> float:
         """Median seconds between two outputs of a request."""
-        return statistics.median(
-            later - sooner
-            for one in self.requests
-            for (sooner, _), (later, _) in itertools.pairwise(one)
-        )
+        return statistics.median(later - sooner for sooner, later in self._steps())
 
     def longest_gap_s(self, window: Window) -> float:
         """Most seconds between two outputs of a request, of gaps that touch ``window``."""
         begin, end = window
-        return max(
-            (
-                later - sooner
-                for one in self.requests
-                for (sooner, _), (later, _) in itertools.pairwise(one)
-                if later > begin and sooner < end
-            ),
-            default=0.0,
-        )
+        steps = (one for one in self._steps() if one[1] > begin and one[0] < end)
+        return max((later - sooner for sooner, later in steps), default=0.0)
+
+    def _steps(self) -> Iterator[Window]:
+        for (sooner, _), (later, _) in itertools.chain(*map(itertools.pairwise, self.requests)):
+            yield sooner, later
 
 
 def _produced(request: Sequence[tuple[float, int]], when: float) -> float:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torchrl_vllm_sync import AsyncVLLM
 
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p", "p2p-audited")
+MORE_SYSTEMS = ("p2p-handed-on", "adapter")
 # What people run who do not wait for a compiler.
 GRAPHS = {
     "mode": 0,
@@ -116,7 +117,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", nargs="+", choices=("eager", "graphs"), default=["eager"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
-    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=[*SYSTEMS, "adapter"])
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS + MORE_SYSTEMS)
     parser.add_argument("--bucket-mib", type=int, default=128)
     args = parser.parse_args(argv)
     if args.smoke:
@@ -133,7 +134,8 @@ def launch(
         "actor_class": loaded_actor(),
         "max_num_seqs": 64,
         "num_replicas": args.replicas,
-        "stage_weights": not has_adapters and bool({*SYSTEMS[3:]} & {*args.systems}),
+        "stage_weights": not has_adapters
+        and bool({*SYSTEMS[3:], *MORE_SYSTEMS[:1]} & {*args.systems}),
         "enable_lora": has_adapters,
         "max_lora_rank": LORA_RANK,
         "num_devices": args.tensor_parallel,

@@ -77,7 +77,8 @@ class P2PReplica:
             (name, 0, one.shape, one.stride(), "float32", self.arena.place(one), one.stride())
             for name, one in self.model.named_parameters()
         ]
-        return [{"num_bytes": self.arena.num_bytes, "lends_on": None, "writes": writes}]
+        about = {"device": "", "is_shared": False}
+        return [{"num_bytes": self.arena.num_bytes, "writes": writes, **about}]
 
     def begin_writing(self, known, *, run_id, path, timeout_s):
         number = self.arena.begin(run_id)

@@ -17,6 +17,7 @@ from tests.engine.test_version_spans import Weights, compare, pushes_under_load,
 from tests.engine.trainers import Breaking
 from torchrl_vllm_sync import attach
 from torchrl_vllm_sync.testing import load_tiny_model
+from torchrl_vllm_sync.weights.p2p.memory import MappedMemory
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.p2p.writes import Places
 
@@ -33,6 +34,24 @@ def transport(plain):
 @pytest.fixture
 def model(checkpoint):
     return load_tiny_model(checkpoint)
+
+
+@pytest.fixture
+def hand_on(plain):
+    plain.use_transport(P2PTransport(hand_on=True))
+    yield
+    plain.use_transport(P2PTransport())
+
+
+def test_what_one_replica_got_is_handed_on_to_the_next(plain, model, hand_on, monkeypatch):
+    """What is handed on no more is missed at the second one alone."""
+    for seed in range(3):
+        plain.push_weights(perturbed(model, seed=seed))
+        assert_holds(plain, model)
+    monkeypatch.setattr(MappedMemory, "hand_on", lambda *args: None)
+    plain.push_weights(perturbed(model, seed=3))
+    distances = sorted(distance(plain, model, index) for index in range(2))
+    assert distances[0] < TOLERANCE < distances[1] / 100
 
 
 def test_pushes_take_turns_between_two_memories(plain, model):

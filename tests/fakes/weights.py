@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport
+from torchrl_vllm_sync.weights.p2p.memory import HostMemory, MappedMemory
 from torchrl_vllm_sync.weights.push import deliver, errors_of
 from torchrl_vllm_sync.weights.transport import Members, Push, Standing
 
@@ -35,6 +38,14 @@ def send(transport, client, source, version, *, timeout_s=20, **options):
         num_bytes=sum(meta.num_bytes for meta in source.metadata()),
         phases=push.times.seconds,
     )
+
+
+def mapped_memory(num_bytes, owner=None):
+    """Memory of the host, as a trainer has a worker's."""
+    memory = HostMemory(num_bytes)
+    mapped = MappedMemory(num_bytes, torch.device("cpu"), memory.export(), owner)
+    memory.close()
+    return mapped
 
 
 class Answered:

@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.contract.test_transports import Client, P2PReplica
 from tests.fakes.engine import BareUpdates
-from tests.fakes.weights import DescribingClient, description, open_transport, send
+from tests.fakes.weights import (
+    DescribingClient,
+    description,
+    mapped_memory,
+    open_transport,
+    send,
+)
 from tests.unit import test_broadcast_receiver as broadcast
 from tests.unit.test_sharded_source import push, succeed
 from tests.unit.vllm_models import single_process_group
@@ -173,10 +179,10 @@ def row_of(name, shape, at, dtype="float32", offset=0, stride=None):
 
 
 def test_neighbours_are_written_by_one_copy_and_read_anew_once_they_have_moved():
-    data = torch.zeros(256, dtype=torch.uint8)
+    memory = mapped_memory(256)
     places = [4 * 6 * one + 4 * (one > 2) for one in range(4)]  # a gap before the last
     rows = [row_of(f"t{one}", (2, 3), at) for one, at in enumerate(places)]
-    targets = writes.Places(rows, data)
+    targets, data = writes.Places(rows, memory), memory.data
 
     def assert_written(tensors):
         writes.write([(f"t{at}", one) for at, one in enumerate(tensors)], [targets], CPU)
@@ -195,12 +201,51 @@ def test_neighbours_are_written_by_one_copy_and_read_anew_once_they_have_moved()
     assert_written([*torch.arange(12.0).view(2, 2, 3), *torch.arange(12.0, 24).view(2, 3, 2).mT])
 
 
+def in_row(rows, num_memories, owner=CPU):
+    return [writes.Places(rows, mapped_memory(4096, owner)) for _ in range(num_memories)]
+
+
+def as_read(tensors):
+    return ((f"t{at}", one) for at, one in enumerate(tensors))
+
+
+@pytest.mark.parametrize("after", [1, 100, writes.HANDED_ON_BYTES])
+@pytest.mark.parametrize("bind", [as_read, lambda tensors: [*as_read(tensors)]])
+def test_what_is_written_once_is_handed_on_from_memory_to_memory(monkeypatch, after, bind):
+    """Dense tensors are; where others may write in between, each memory is written to."""
+    monkeypatch.setattr(writes, "HANDED_ON_BYTES", after)
+    rows = [row_of("t0", (8, 4), 0), row_of("t1", (3,), 512), row_of("t2", (2, 2), 1024)]
+    rows[2][-1] = (4, 1)
+    chained = in_row(rows, 3)
+    alone, other = in_row(rows, 1, owner=None), in_row([*rows, row_of("t1", (3,), 2048)], 1)
+    copied = []
+    copy = torch.Tensor.copy_
+
+    def count(target, *args, **options):
+        copied.append(target)
+        return copy(target, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", count)
+    for _ in range(2):
+        tensors = [torch.rand(8, 4), torch.rand(3), torch.rand(2, 2)]
+        copied.clear()
+        writes.write(bind(tensors), [*chained, *alone, *other], CPU)
+        for one in (*chained, *alone, *other):
+            found = one.memory.data.view(torch.float32)
+            assert torch.equal(found[:32].view(8, 4), tensors[0])
+            assert torch.equal(found[128:131], tensors[1])
+            assert torch.equal(found[256:272].as_strided((2, 2), (4, 1)), tensors[2])
+            assert not found[258:260].any()
+        # The chain takes five, of the strided tensor one each; the others take one a row.
+        assert len(copied) == 5 + 3 + 4
+
+
 @pytest.mark.parametrize(("width", "begin", "dtype"), [(8, 8, "complex128"), (6, 2, "int32")])
 def test_strided_copies_are_wide_and_change_no_bit(width, begin, dtype):
     source = torch.randint(-(2**15), 2**15, (5, 24), dtype=torch.int16).view(torch.bfloat16)
-    data = torch.zeros(256, dtype=torch.uint8)
+    memory = mapped_memory(256)
     row = row_of("one", (5, width), 32, "bfloat16", offset=begin, stride=(24, 1))
-    targets = writes.Places([row], data)
+    targets, data = writes.Places([row], memory), memory.data
     writes.write([("one", source)], [targets], CPU)
     assert {one.dtype for one in targets._pairs[0]} == {getattr(torch, dtype)}
     found = data[32 : 32 + 10 * width].view(torch.int16).view(5, width)

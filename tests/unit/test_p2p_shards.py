@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.contract.test_transports import Client, P2PReplica
 from tests.engine.requests import eventually
-from tests.fakes.weights import SERVING, Answered, send
+from tests.fakes.weights import SERVING, Answered, mapped_memory, send
 from tests.unit import test_broadcast_receiver as broadcast
 from tests.unit.test_p2p import Replica
 from tests.unit.test_sharded_source import STEP_S, run, succeed, together
@@ -66,7 +66,8 @@ def test_the_parts_of_all_ranks_make_up_each_region(shape):
     size = torch.Size(shape).numel()
     for dim, world, copies in itertools.product(range(len(shape)), (1, 2, 3), (1, 2)):
         for region in regions(shape):
-            target = torch.full((region.numel() * 2,), -1.0)
+            memory = mapped_memory(8 * region.numel())
+            target = memory.data.view(torch.float32).fill_(-1.0)
             place = torch.empty(region.numel() * 2).as_strided(
                 region.shape, [2 * one for one in torch.empty(region.shape).stride()]
             )
@@ -82,7 +83,7 @@ def test_the_parts_of_all_ranks_make_up_each_region(shape):
                 outer, inner = torch.Size(shape[:dim]).numel(), torch.Size(shape[dim + 1 :]).numel()
                 cut = Cut(outer, shape[dim], inner, first, last - first, begin, end)
                 mine = torch.arange(float(size)).reshape(shape).narrow(dim, first, last - first)
-                copied = writes.Places(parts(row, cut), target.view(torch.uint8))
+                copied = writes.Places(parts(row, cut), memory)
                 writes.write([("one", mine)], [copied], CPU)
                 written += sum(one.target.numel() for one in copied.copies.get("one", ()))
             found = target.as_strided(region.shape, place.stride())
@@ -247,11 +248,11 @@ class Counted:
         sharded_module.write = writes.write = write
 
 
-def train_and_push(rank, address, names, expected, config, wrap, dtype, idle):
+def train_and_push(rank, address, names, expected, config, wrap, dtype, idle, hand_on):
     """Three pushes; returns how often this rank gathered, and how many elements it wrote."""
     model = shard(whole_model(config, dtype=dtype), wrap)
     client = Remote(address, names) if rank == 0 else None
-    transport, counted = P2PTransport(), Counted()
+    transport, counted = P2PTransport(hand_on=hand_on), Counted()
     if rank == idle:
         sharded_module.write = lambda tensors, copies, device: None
     for version in (1, 2, 3):
@@ -273,13 +274,14 @@ def all_of(rank, jobs):
     return [train_and_push(rank, **job) for job in jobs]
 
 
-def job(name, wrap="layers", dtype=torch.float32, idle=None, **options):
-    return name, {"wrap": wrap, "dtype": dtype, "idle": idle}, options
+def job(name, wrap="layers", dtype=torch.float32, idle=None, hand_on=False, **options):
+    return name, {"wrap": wrap, "dtype": dtype, "idle": idle, "hand_on": hand_on}, options
 
 
 JOBS = {
     2: [
         job("qwen3", num_replicas=2),
+        job("qwen3", "columns", hand_on=True, num_replicas=3),
         job("qwen3", "columns", size=2),
         job("qwen3", "copies", dtype=torch.float64),
         job("qwen3-moe", "columns", size=2, expert_parallel=True),

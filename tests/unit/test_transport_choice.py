@@ -12,11 +12,11 @@ from tests.fakes.weights import DescribingClient, members_of, open_transport
 from torchrl_vllm_sync import AutoTransport, WeightUpdater, as_weight_source
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription
-from torchrl_vllm_sync.weights import source as sources
 from torchrl_vllm_sync.weights.auto import TRANSPORTS, Place, choose_transport, place_of
-from torchrl_vllm_sync.weights.p2p.memory import this_node
+from torchrl_vllm_sync.weights.p2p import memory
+from torchrl_vllm_sync.weights.p2p.memory import device_uuid, this_node
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
-from torchrl_vllm_sync.weights.source import MappingSource, current_device, device_uuid, home_device
+from torchrl_vllm_sync.weights.source import MappingSource, current_device, home_device
 from torchrl_vllm_sync.weights.transport import Push
 
 
@@ -76,11 +76,12 @@ def test_gpus_that_are_seen_must_reach_each_other(monkeypatch, reaches):
         can_device_access_peer=lambda *pair: asked.append(pair) or reaches,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(sources, "device_uuid", lambda device: devices[device.index])
+    monkeypatch.setattr(memory, "device_uuid", lambda device: devices[device.index])
     apart, beside = [spare(gpu("b")), spare(gpu("c"))], [gpu("a", "b"), gpu("a")]
     for engines, wanted in (apart, ("broadcast", "p2p")), (beside, ("memmap", "ipc")):
         assert choose_transport(gpu("a"), dict(enumerate(engines))) == wanted[reaches]
-    assert asked == [(0, 1)] * len(asked) != []
+    pair = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert asked == [pair] * len(asked) != []
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ from torchrl_vllm_sync.weights.module import (
     metadata_digest,
     storage_key,
 )
-from torchrl_vllm_sync.weights.p2p.memory import WeightArena, hand_over
-from torchrl_vllm_sync.weights.source import device_uuid
+from torchrl_vllm_sync.weights.p2p.memory import WeightArena, device_uuid, hand_over
 
 Take = Callable[[Iterator[int]], object]  # takes buckets, by index, as they arrive
 # Seconds between checks of staged weights that are arriving: each takes the interpreter from the
@@ -308,8 +307,8 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             dtype = dtype_name(target.dtype)
             row = copy.name, copy.offset, tuple(copy.shape), tuple(copy.stride)
             writes.append((*row, dtype, place, tuple(target.stride())))
-        lends_on = device_uuid(self.device) if arena.is_shared else None
-        return {"num_bytes": arena.num_bytes, "writes": writes, "lends_on": lends_on}
+        about = {"device": device_uuid(self.device), "is_shared": arena.is_shared}
+        return {"num_bytes": arena.num_bytes, "writes": writes, **about}
 
     @torch.no_grad()
     def begin_writing(

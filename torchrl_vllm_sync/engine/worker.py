@@ -46,8 +46,9 @@ from torchrl_vllm_sync.replica import NOT_STAGED
 from torchrl_vllm_sync.weights.adapters import Door
 from torchrl_vllm_sync.weights.audit import checksum, checksums, chunk_of
 from torchrl_vllm_sync.weights.module import ParamMeta, from_json, metadata_digest
+from torchrl_vllm_sync.weights.p2p.memory import device_uuid
 from torchrl_vllm_sync.weights.snapshots.data_file import open_tensordict
-from torchrl_vllm_sync.weights.source import device_name, device_uuid
+from torchrl_vllm_sync.weights.source import device_name
 
 # Bytes of one chunk of a peer's weights, and where a worker leaves it for one on the same node.
 CHUNK_BYTES = 64 * 2**20

@@ -40,11 +40,13 @@ from torchrl_vllm_sync.weights.module import (
 from torchrl_vllm_sync.weights.p2p.memory import (
     Handover,
     MappedMemory,
+    device_uuid,
     page_lock,
     this_node,
+    unreachable,
 )
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
-from torchrl_vllm_sync.weights.source import MappingSource, device_uuid, unreachable
+from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import ask, failed
 
 if TYPE_CHECKING:

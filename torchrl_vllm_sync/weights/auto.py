@@ -13,16 +13,10 @@ import torch
 from torchrl_vllm_sync.errors import TransferError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import NOT_STAGED, EngineDescription
 from torchrl_vllm_sync.weights.broadcast.transport import BroadcastTransport, IPCTransport
-from torchrl_vllm_sync.weights.p2p.memory import this_node
+from torchrl_vllm_sync.weights.p2p.memory import device_uuid, this_node, unreachable
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
-from torchrl_vllm_sync.weights.source import (
-    WeightSource,
-    current_device,
-    device_uuid,
-    tensors_of,
-    unreachable,
-)
+from torchrl_vllm_sync.weights.source import WeightSource, current_device, tensors_of
 from torchrl_vllm_sync.weights.transport import Members, Push, WeightTransport, failed, reason_of
 
 logger = logging.getLogger(__name__)

@@ -343,22 +343,6 @@ def _listing(what: str, names: Sequence[str]) -> str:
 # each thread's own, and a process that keeps a model on ``cuda:1`` need never have made it current.
 
 
-def device_uuid(device: torch.device) -> str:
-    """Returns the UUID of a GPU, the same in every process; empty for a CPU."""
-    return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
-
-
-def unreachable(own: set[str], others: Iterable[str]) -> str:
-    """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
-    gpus = range(torch.cuda.device_count())
-    visible = {device_uuid(torch.device("cuda", index)): index for index in gpus}
-    for other in visible.keys() & others:
-        for mine in visible.keys() & own - {other}:
-            if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
-                return other
-    return ""
-
-
 def device_name(device: torch.device) -> str:
     """Returns a GPU's name, or how many cores of a CPU this process may use."""
     if device.type == "cuda":

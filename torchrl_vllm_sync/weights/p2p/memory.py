@@ -29,7 +29,7 @@ from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # Of each storage's first byte: what torch's allocator gives, and kernels may count on.
 ALIGNMENT = 512
@@ -96,6 +96,9 @@ class HostRange:
         self._address = self._mapped(None, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANON, -1)
         buffer = (ctypes.c_uint8 * self._num_bytes).from_address(self._address)
         self.data = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def open_to(self, device: torch.device) -> None:
+        """Does nothing: all of a host's processors reach its memory."""
 
     def show(self, memory: Any) -> None:
         """Puts a memory behind the addresses, in place of the one before."""
@@ -230,6 +233,7 @@ class CudaRange:
         size = ctypes.c_size_t(self._num_bytes)
         _cuda("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), zero, zero)
         self._address, self._num_mapped = address.value, 0  # bytes, from the first
+        self._open_to: set[torch.device] = set()
         self.data = torch.empty(0)
 
     def show(self, memory: Any) -> None:
@@ -239,17 +243,24 @@ class CudaRange:
             length, at = ctypes.c_size_t(size), _ulong(self._address + self._num_mapped)
             _cuda("cuMemMap", at, length, ctypes.c_size_t(0), _ulong(handle), _ulong(0))
             self._num_mapped += size
-        access = _Access(_Location(_DEVICE, self._device.index), _READ_WRITE)
-        whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
-        _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
+        self.open_to(self._device)
         if not self.data.numel():  # torch looks at the memory once
             whole = _Piece(self._address, self._num_bytes, None)
             self.data = torch.as_tensor(whole, device=self._device)
+
+    def open_to(self, device: torch.device) -> None:
+        """Lets a GPU of this process read and write what is shown now."""
+        if device not in self._open_to:
+            access = _Access(_Location(_DEVICE, device.index), _READ_WRITE)
+            whole = _ulong(self._address), ctypes.c_size_t(self._num_bytes)
+            _cuda("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
+            self._open_to.add(device)
 
     def _unmap(self) -> None:
         if self._num_mapped:
             _cuda("cuMemUnmap", _ulong(self._address), ctypes.c_size_t(self._num_mapped))
         self._num_mapped = 0
+        self._open_to.clear()
 
     def close(self) -> None:
         """Gives the addresses back: nothing may hold ``data`` any more."""
@@ -272,9 +283,19 @@ Memory = HostMemory | CudaMemory
 
 
 class MappedMemory:
-    """A memory behind addresses of its own, as long as anybody has this or a piece of it."""
+    """A memory behind addresses of its own, as long as anybody has this or a piece of it.
 
-    def __init__(self, num_bytes: int, device: torch.device, descriptors: Sequence[int]) -> None:
+    ``owner`` is the device whose memory it is, if that may hand on what is written there.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        descriptors: Sequence[int],
+        owner: torch.device | None = None,
+    ) -> None:
+        self.owner = owner
         with contextlib.ExitStack() as opened:
             memory = new_memory(num_bytes, device, descriptors)
             opened.callback(memory.close)
@@ -282,6 +303,7 @@ class MappedMemory:
             opened.callback(within.close)
             within.show(memory)
             self._address, self._num_bytes, self._device = within.data.data_ptr(), num_bytes, device
+            self._open_to = within.open_to
             # At exit there is nobody to give memory back to.
             weakref.finalize(self, opened.pop_all().close).atexit = False
 
@@ -303,8 +325,35 @@ class MappedMemory:
 
     def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same bytes as a contiguous tensor within, in a storage of its own."""
-        piece = self.piece(tensor.data_ptr() - self._address, tensor.nbytes)
-        return piece.view(tensor.dtype).view(tensor.shape)
+        span = self.span_of(tensor)
+        return self.piece(span.start, len(span)).view(tensor.dtype).view(tensor.shape)
+
+    def span_of(self, tensor: torch.Tensor) -> range:
+        """Where a contiguous tensor is, in bytes."""
+        begin = tensor.data_ptr() - self._address
+        return range(begin, begin + tensor.nbytes)
+
+    def can_hand_on_to(self, other: MappedMemory) -> bool:
+        """Whether its device may write to the other memory, which thereby is open to it."""
+        mine, theirs = self.owner, other.owner
+        if mine is None or theirs is None or mine.type != theirs.type:
+            return False
+        if mine != theirs and not torch.cuda.can_device_access_peer(mine, theirs):
+            return False
+        self._open_to(mine)
+        other._open_to(mine)
+        return True
+
+    def hand_on(self, other: MappedMemory, spans: Iterable[range]) -> None:
+        """Copies bytes to the same places of another, on a GPU by the current stream."""
+        for span in spans:
+            source, target = self._address + span.start, other._address + span.start
+            if self._device.type == "cuda":
+                stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+                places = _ulong(target), _ulong(source), ctypes.c_size_t(len(span))
+                _cuda("cuMemcpyDtoDAsync_v2", *places, stream)
+            else:
+                ctypes.memmove(target, source, len(span))
 
 
 class HostFile:
@@ -369,6 +418,31 @@ def this_node() -> str:
     """Returns what identifies this machine, or container: its name and its boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def device_uuid(device: torch.device) -> str:
+    """Returns the UUID of a GPU, the same in every process; empty for a CPU."""
+    return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_of(uuid: object) -> torch.device | None:
+    """The other way round; ``None`` for a GPU that is hidden from this process."""
+    return torch.device("cpu") if uuid == "" else _visible().get(str(uuid))
+
+
+def _visible() -> dict[str, torch.device]:
+    gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return {device_uuid(one): one for one in gpus}
+
+
+def unreachable(own: set[str], others: Iterable[str]) -> str:
+    """The first of other GPUs that one of ours cannot write to; those that are hidden may be."""
+    visible = _visible()
+    for other in visible.keys() & others:
+        for mine in visible.keys() & own - {other}:
+            if not torch.cuda.can_device_access_peer(visible[mine], visible[other]):
+                return other
+    return ""
 
 
 def _readable(one: Any, timeout_s: float) -> bool:

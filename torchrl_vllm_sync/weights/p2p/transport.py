@@ -18,12 +18,17 @@ from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.errors import TransferError
 from torchrl_vllm_sync.weights.module import OfLast, checked, metadata_digest, to_json
 from torchrl_vllm_sync.weights.p2p import writes
-from torchrl_vllm_sync.weights.p2p.memory import Handover, hand_over, this_node
+from torchrl_vllm_sync.weights.p2p.memory import (
+    Handover,
+    device_of,
+    device_uuid,
+    hand_over,
+    this_node,
+)
 from torchrl_vllm_sync.weights.sharded import Origin, Renaming, ShardedModuleSource
 from torchrl_vllm_sync.weights.source import (
     StableSource,
     WeightSource,
-    device_uuid,
     require_one_host,
     sending_device,
     sharded_of,
@@ -42,8 +47,10 @@ class Worker:
     """What one worker says of itself, see ``BroadcastReceiver.plan_writes``, and its memories."""
 
     num_bytes: int
-    lends_on: str | None  # the GPU that a trainer's parameters may be moved to, if any may
+    device: str  # see :func:`device_uuid`
+    is_shared: bool  # a trainer's parameters may be moved there
     rows: list[writes.Row]  # what is written of whole tensors
+    hands_on_by: str | None = None  # its device, if that is to
     mine: list[writes.Row] = field(default_factory=list)  # of what this rank holds of the model's
     passed_on: list[writes.Row] = field(default_factory=list)  # of the model's, to be cut by all
     memories: dict[int, writes.Mapped] = field(default_factory=dict)  # the last used one last
@@ -51,7 +58,8 @@ class Worker:
     @torch.inference_mode(False)
     def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
         self.memories.pop(number, None)
-        mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine)
+        owner = device_of(self.hands_on_by)
+        mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine, owner)
         self.memories[number] = mapped
 
     def use(self, number: int) -> writes.Mapped:
@@ -102,6 +110,7 @@ class Shards:
         """Gives one rank what it lacks."""
         for worker, number, descriptors in self.new:
             said = {"token": worker.memories[number].token, "num_bytes": worker.num_bytes}
+            said["owner"] = worker.hands_on_by
             copies = [writes.plan_file(worker.passed_on), *map(os.dup, descriptors)]
             hand_over(path, said, copies, HANDOVER_TIMEOUT_S, watch)
 
@@ -124,6 +133,10 @@ class P2PTransport:
 
     Args:
         device: The trainer's device; by default the one that the weights are on.
+        hand_on: Whether each replica's GPU hands on to the next what it has got, so that the
+            trainer's writes once for all replicas of one layout, not once for each. Only the GPUs
+            take part, not the engines, and only those that the trainer's process sees; it takes
+            some memory of each for its own context there. Not measured on GPUs yet.
     """
 
     name = "p2p"
@@ -132,8 +145,9 @@ class P2PTransport:
     # Whether one replica whose memory cannot be written to ends a push before anything is sent.
     all_or_none = False
 
-    def __init__(self, *, device: torch.device | str | None = None) -> None:
+    def __init__(self, *, device: torch.device | str | None = None, hand_on: bool = False) -> None:
         self._given_device = None if device is None else torch.device(device)
+        self._hands_on = hand_on
         self._forget()
 
     def _forget(self) -> None:
@@ -225,8 +239,8 @@ class P2PTransport:
     def _take_in(self, names: Collection[str]) -> None:
         """Moves a module's parameters into the memory of the first worker that shares its own."""
         workers = itertools.chain(*(self._workers[name] for name in sorted(names)))
-        sharing = [one for one in workers if one.lends_on is not None]
-        lender = next((one for one in sharing if one.lends_on == device_uuid(self._device)), None)
+        sharing = [one for one in workers if one.is_shared]
+        lender = next((one for one in sharing if one.device == device_uuid(self._device)), None)
         module = self._owner() if self._owner is not None and self._views is not None else None
         if lender is not None and isinstance(module, torch.nn.Module):
             lender.used.take_in(module.parameters())
@@ -272,8 +286,10 @@ class P2PTransport:
         planned = {name: one for name, one in answers.items() if name not in failed(answers)}
         origins = shards.source.origins(shards.renamed) if shards and planned else {}
         for name, workers in planned.items():
-            told = [(one["num_bytes"], one["lends_on"], one["writes"]) for one in workers]
-            self._workers[name] = [Worker(*one) for one in told]
+            facts = "num_bytes", "device", "is_shared", "writes"
+            self._workers[name] = [Worker(*(one[fact] for fact in facts)) for one in workers]
+            for one in self._workers[name] if self._hands_on else ():
+                one.hands_on_by = None if one.is_shared else one.device
             self._joined[name] = members.incarnations[name]
             if shards is not None:
                 self._left.update(*(one.split(shards.cuts, origins) for one in self._workers[name]))
@@ -342,7 +358,8 @@ class P2PTransport:
         push.confirm()  # while the GPU writes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), device=self._given_device), ()
+        options = {"device": self._given_device, "hand_on": self._hands_on}
+        return functools.partial(type(self), **options), ()
 
     def close(self) -> None:
         """Forgets the engines' memory. Idempotent."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import itertools
 import math
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
 from torchrl_vllm_sync.weights.module import place_of, storage_key
-from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory
+from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, device_of
 
 # As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
 # stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
@@ -31,6 +30,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # what is read, and where it is writte
 
 # Of one row, each with a copy of its own; more are not worth it.
 MOST_PARTS = 1024
+# After which a memory hands on what it has got.
+HANDED_ON_BYTES = 2**28
 
 
 # ---- What a rank holds
@@ -140,11 +141,12 @@ class Mapped:
         descriptors: list[int],
         rows: Iterable[Row],
         shards: Iterable[Row],
+        owner: torch.device | None = None,
     ) -> None:
         self.token = uuid.uuid4().hex
-        self._within = within = MappedMemory(num_bytes, device, descriptors)
-        self.copies = Places(rows, within.data)
-        self.shards = Places(shards, within.data)  # of what this rank has a part of
+        self._within = within = MappedMemory(num_bytes, device, descriptors, owner)
+        self.copies = Places(rows, within)
+        self.shards = Places(shards, within)  # of what this rank has a part of
         # Parameters that were moved here, and the storages that they, or views of them, are in.
         self._moved: list[tuple[weakref.ref[torch.nn.Parameter], StorageWeakRef, range]] = []
 
@@ -183,12 +185,14 @@ class Mapped:
 class Places:
     """Where in a memory parts of tensors go."""
 
-    def __init__(self, rows: Iterable[Row], data: torch.Tensor) -> None:
+    def __init__(self, rows: Iterable[Row], memory: MappedMemory) -> None:
+        self.memory, rows = memory, list(rows)
+        self.layout = hash(msgspec.msgpack.encode(rows))
+        self._data = memory.data
         self.copies: dict[str, list[TensorCopy]] = {}  # by name of the tensor
         for name, offset, shape, stride, dtype_name, place, target_stride in rows:
             dtype = getattr(torch, dtype_name)
-            flat = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            target = flat.as_strided(shape, target_stride, place // dtype.itemsize)
+            target = self._place(dtype, shape, target_stride, place // dtype.itemsize)
             copy = TensorCopy(name, offset, shape, stride, target)
             self.copies.setdefault(name, []).append(copy)
         self.let_go()
@@ -227,6 +231,18 @@ class Places:
         yield from (target for _, target in self._pairs)
         for name, _ in self._loose:
             yield from (one.target for one in self.copies.get(name, ()))
+
+    def like(self, target: torch.Tensor) -> torch.Tensor:
+        """The place here that this one is of another memory of the same layout."""
+        return self._place(
+            target.dtype, target.shape, target.stride(), int(target.storage_offset())
+        )
+
+    def _place(
+        self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], begin: int
+    ) -> torch.Tensor:
+        flat = self._data[: self._data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return flat.as_strided(shape, stride, begin)
 
     def whole(
         self, tensors: Iterable[torch.nn.Parameter]
@@ -308,44 +324,93 @@ def write(tensors: Iterable[Named], places: Collection[Places], device: torch.de
 
     A list of tensors is bound, others are read one by one.
     """
-    with _apart(device):
+    with _apart(device, device):
+        chains = _chains(places, device)
         if isinstance(tensors, list):
-            for one in places:
-                one.bind(tensors, device)
-            pairs = itertools.chain(*(one.bound() for one in places))
-        else:
-            pairs = _read(tensors, places, device)
+            for chain in chains:
+                chain.first.bind(tensors, device)
+            for chain in chains:
+                chain.write(chain.first.bound())
+                chain.hand_on()
+            return
+        for name, tensor in tensors:
+            check_place(name, tensor, device)
+            dense = tensor.contiguous()
+            for chain in chains:
+                chain.write(chain.first.pairs(name, dense))
+        for chain in chains:
+            chain.hand_on()
+
+
+class _Chain:
+    """Memories of one layout: what is written to the first, each hands on to the next."""
+
+    def __init__(self, first: Places, device: torch.device) -> None:
+        self.first, self._others, self._device = first, list[Places](), device
+        self._written: list[range] = []  # and not yet handed on, in bytes of the memory
+        self._num_bytes = 0
+
+    def take(self, one: Places) -> bool:
+        """Adds a memory, if the last one's device can hand on to it."""
+        last = (self.first, *self._others)[-1]
+        is_taken = last.layout == one.layout and last.memory.can_hand_on_to(one.memory)
+        if is_taken:
+            self._others.append(one)
+        return is_taken
+
+    def write(self, pairs: Iterable[Pair]) -> None:
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
+            if not self._others:
+                continue
+            if not target.is_contiguous():  # others may write between
+                for one in self._others:
+                    one.like(target).copy_(source, non_blocking=True)
+                continue
+            self._written.append(self.first.memory.span_of(target))
+            self._num_bytes += target.nbytes
+            if self._num_bytes >= HANDED_ON_BYTES:
+                self.hand_on()
+
+    def hand_on(self) -> None:
+        """Has each device give the next one what has been written, once it is there."""
+        memories, behind = [one.memory for one in (self.first, *self._others)], self._device
+        with contextlib.ExitStack() as streams:
+            for giver, taker in itertools.pairwise(memories):
+                assert giver.owner is not None
+                streams.enter_context(_apart(giver.owner, behind))
+                giver.hand_on(taker, self._written)
+                behind = giver.owner
+        self._written, self._num_bytes = [], 0
 
 
-def _apart(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A stream for what follows, so that kernels that are launched next run beside it."""
+def _chains(places: Iterable[Places], device: torch.device) -> list[_Chain]:
+    chains: list[_Chain] = []
+    for one in places:
+        if not any(chain.take(one) for chain in chains):
+            chains.append(_Chain(one, device))
+    return chains
+
+
+def _apart(device: torch.device, behind: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A stream of a device for what comes after another's work, beside kernels launched later."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    _streams[device].wait_stream(torch.cuda.current_stream(behind))
+    return torch.cuda.stream(_streams[device])
 
 
-@functools.cache  # the allocator keeps what is freed for its stream
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _read(
-    tensors: Iterable[Named], places: Collection[Places], device: torch.device
-) -> Iterator[Pair]:
-    for name, tensor in tensors:
-        check_place(name, tensor, device)
-        dense = tensor.contiguous()
-        for one in places:
-            yield from one.pairs(name, dense)
+# One of each device for good, as the allocator keeps what is freed for its stream.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        for one in _streams.values():  # of devices that hand on
+            one.synchronize()
 
 
 def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -418,7 +483,8 @@ class ShardWriter:
             cuts = {name: self._cuts[name] for name in {row[0] for row in rows}}
             mine = [one for row in rows if (cut := cuts[row[0]]) for one in parts(row, cut) or ()]
             num_bytes = int(str(said["num_bytes"]))
-            self._memories[token] = Mapped(num_bytes, device, memory, (), mine)
+            owner = device_of(said["owner"])
+            self._memories[token] = Mapped(num_bytes, device, memory, (), mine, owner)
 
     def shards(self, tokens: list[str]) -> list[Places]:
         return [self._memories[one].shards for one in tokens]
