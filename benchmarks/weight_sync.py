@@ -130,12 +130,12 @@ def launch(
     args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str, has_adapters: bool
 ) -> AsyncVLLM:
     """Starts the replicas with random weights."""
+    spare = any(one.startswith("p2p") or one.endswith("-staged") for one in args.systems)
     engine = random_options(dtype, kv_gib=8) | {
         "actor_class": loaded_actor(),
         "max_num_seqs": 64,
         "num_replicas": args.replicas,
-        "stage_weights": not has_adapters
-        and bool({*SYSTEMS[3:], *MORE_SYSTEMS[:1]} & {*args.systems}),
+        "stage_weights": spare and not has_adapters,
         "enable_lora": has_adapters,
         "max_lora_rank": LORA_RANK,
         "num_devices": args.tensor_parallel,
