@@ -6,10 +6,11 @@ import torch
 
 from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport
-from torchrl_vllm_sync.weights.p2p.memory import HostMemory, MappedMemory
+from torchrl_vllm_sync.weights.p2p.memory import MappedMemory, new_memory
 from torchrl_vllm_sync.weights.push import deliver, errors_of
 from torchrl_vllm_sync.weights.transport import Members, Push, Standing
 
+CPU = torch.device("cpu")
 SERVING = Standing(state=ReplicaState.SERVING)
 
 
@@ -40,10 +41,10 @@ def send(transport, client, source, version, *, timeout_s=20, **options):
     )
 
 
-def mapped_memory(num_bytes, owner=None):
-    """Memory of the host, as a trainer has a worker's."""
-    memory = HostMemory(num_bytes)
-    mapped = MappedMemory(num_bytes, torch.device("cpu"), memory.export(), owner)
+def mapped_memory(num_bytes, owner=None, *, where=CPU, device=CPU):
+    """Memory somewhere, as a trainer on ``device`` has a worker's."""
+    memory = new_memory(num_bytes, where)
+    mapped = MappedMemory(num_bytes, device, memory.export(), owner)
     memory.close()
     return mapped
 

@@ -10,6 +10,7 @@ import ray
 import torch
 
 from tests.engine.test_version_spans import Weights, compare, pushes_under_load, scored_spans
+from tests.fakes.weights import mapped_memory
 from tests.gpu.test_ipc_gpu import (
     TOKEN_IDS,
     TOLERANCE,
@@ -20,6 +21,8 @@ from tests.gpu.test_ipc_gpu import (
 )
 from torchrl_vllm_sync import P2PTransport, attach
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
+from torchrl_vllm_sync.weights.p2p import writes
+from torchrl_vllm_sync.weights.p2p.memory import MappedMemory
 from torchrl_vllm_sync.weights.p2p.writes import Places
 
 LIMIT_S, NUM_PUSHES = 120.0, 30
@@ -154,3 +157,30 @@ def test_a_push_that_breaks_off_leaves_what_is_served(service, checkpoints, monk
     monkeypatch.undo()
     trainer.push(checkpoints[1])
     assert mean_difference(service, checkpoints[1]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("after", [2**20, 2**28])
+def test_gpus_hand_on_what_is_written(monkeypatch, after):
+    """Over all GPUs there are, the trainer's among them; one that does not is left behind."""
+    monkeypatch.setattr(writes, "HANDED_ON_BYTES", after)
+    count, device = torch.cuda.device_count(), torch.device("cuda", 0)
+    shapes = {f"t{at}": (1024, 256 * (at + 1)) for at in range(8)}
+    rows, num_bytes = [], 0
+    for name, shape in shapes.items():
+        rows.append([name, 0, shape, (shape[1], 1), "bfloat16", num_bytes, (shape[1], 1)])
+        num_bytes += 2 * shape[0] * shape[1]
+    places = []
+    for at in range(4):
+        where = torch.device("cuda", (at + 1) % count)
+        memory = mapped_memory(num_bytes, where, where=where, device=device)
+        places.append(writes.Places(rows, memory))
+    for is_whole in (True, True, False):
+        tensors = [(name, torch.randn(shape, device=device)) for name, shape in shapes.items()]
+        if not is_whole:
+            monkeypatch.setattr(MappedMemory, "hand_on", lambda *args: None)
+        writes.write(tensors, places, device)
+        writes.finish(device)
+        wanted = torch.cat([one.bfloat16().flatten() for _, one in tensors]).cpu()
+        found = [one.memory.data[:num_bytes].cpu().view(torch.bfloat16) for one in places]
+        assert [torch.equal(one, wanted) for one in found] == [True, *[is_whole] * 3]
