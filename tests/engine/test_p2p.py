@@ -36,24 +36,6 @@ def model(checkpoint):
     return load_tiny_model(checkpoint)
 
 
-@pytest.fixture
-def hand_on(plain):
-    plain.use_transport(P2PTransport(hand_on=True))
-    yield
-    plain.use_transport(P2PTransport())
-
-
-def test_what_one_replica_got_is_handed_on_to_the_next(plain, model, hand_on, monkeypatch):
-    """What is handed on no more is missed at the second one alone."""
-    for seed in range(3):
-        plain.push_weights(perturbed(model, seed=seed))
-        assert_holds(plain, model)
-    monkeypatch.setattr(MappedMemory, "hand_on", lambda *args: None)
-    plain.push_weights(perturbed(model, seed=3))
-    distances = sorted(distance(plain, model, index) for index in range(2))
-    assert distances[0] < TOLERANCE < distances[1] / 100
-
-
 def test_pushes_take_turns_between_two_memories(plain, model):
     assert_holds(plain, model)
     for seed in range(5):
@@ -84,6 +66,24 @@ def test_other_dtypes_and_forms_are_cast_on_the_way(plain, model):
     }
     plain.push_weights(turned)
     assert_holds(plain, model)
+
+
+@pytest.fixture
+def hand_on(plain):
+    plain.use_transport(P2PTransport(hand_on=True))
+    yield
+    plain.use_transport(P2PTransport())
+
+
+def test_what_one_replica_got_is_handed_on_to_the_next(plain, model, hand_on, monkeypatch):
+    """What is handed on no more is missed at the second one alone."""
+    for seed in range(3):
+        plain.push_weights(perturbed(model, seed=seed))
+        assert_holds(plain, model)
+    monkeypatch.setattr(MappedMemory, "hand_on", lambda *args: None)
+    plain.push_weights(perturbed(model, seed=3))
+    distances = sorted(distance(plain, model, index) for index in range(2))
+    assert distances[0] < TOLERANCE < distances[1] / 100
 
 
 def test_a_source_that_breaks_off_leaves_the_weights_as_they_were(plain, model):
