@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from ray.exceptions import GetTimeoutError, RayTaskError
 from torchrl.data import ListStorage, ReplayBuffer
 from torchrl.envs import StepCounter
 
@@ -23,8 +24,10 @@ from tests.unit.test_rollouts import (
 from torchrl_vllm_sync.errors import (
     GenerationError,
     PacingTimeoutError,
+    RowLayoutError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.rl.groups import RolloutStorage
 from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.rollouts import TextReward
 
@@ -347,6 +350,51 @@ def test_rows_that_are_in_the_buffer_are_handed_on_without_being_written(monkeyp
     pacer.trained(4)
     next(iter(lives))
     assert [number(row["query"]) for row in buffer[:]] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_what_a_buffer_refuses_is_sampled_by_another(is_emptied):
+    """Its writer has counted the rows all the same."""
+    pacer = Pacer(2, 4, timeout_s=3.0)
+    buffer = ReplayBuffer(storage=RolloutStorage(4), batch_size=4)
+    good, odd = (
+        collector(policy=make_policy(return_log_probs=one), pacer=pacer, replay_buffer=buffer)
+        for one in (True, False)
+    )
+    batches = iter(good)
+    next(batches)
+    pacer.trained(4)
+    with pytest.raises(RowLayoutError, match="these rows lack it"):
+        next(iter(odd))
+    if is_emptied:
+        buffer.empty()
+    next(batches)
+    assert [number(one) for one in buffer[:]["query"]] == [2, 2, 3, 3]
+    assert pacer._ledger.num_delivered == 2
+
+
+@pytest.mark.parametrize("is_answer", [False, True])
+def test_of_a_buffer_elsewhere_only_an_answer_is_a_refusal(monkeypatch, is_answer):
+    """The negative control: what has taken the rows, and did not say so, gets them once."""
+    monkeypatch.setattr("torchrl_vllm_sync.rl.rollouts.RayReplayBuffer", ReplayBuffer)
+    pacer = Pacer(2, 4, timeout_s=3.0)
+    buffer = ReplayBuffer(storage=RolloutStorage(99), batch_size=4)
+    first, other = (collector(pacer=pacer, replay_buffer=buffer) for _ in range(2))
+    extend, refusal = buffer.extend, RayTaskError("extend", "", RowLayoutError((), "odd"))
+    error = refusal if is_answer else GetTimeoutError("no answer")
+
+    def fails(rows):
+        extend(rows)
+        raise error
+
+    monkeypatch.setattr(buffer, "extend", fails)
+    with pytest.raises(type(error)):
+        next(iter(first))
+    monkeypatch.setattr(buffer, "extend", extend)
+    pacer.trained(4)
+    next(iter(other))
+    written = [0, 0, 1, 1] if is_answer else [2, 2, 3, 3]  # anew, or the next
+    assert [number(one) for one in buffer[:]["query"]][4:] == written
 
 
 def test_without_turns_the_order_is_lost(monkeypatch):

@@ -138,6 +138,11 @@ class Ledger:
             return True
         return count == self._written[1] and self.num_trained < (number + 1) * self.num_rows
 
+    def unwrite(self, owner: str, number: int) -> None:
+        """Notes that a buffer has refused a ticket's rows; it may have counted them even so."""
+        self._rows_of(owner, number)
+        self._written = -1, 0
+
     def deliver(self, owner: str, number: int) -> None:
         """Notes that a ticket's rows are where the trainer takes them from."""
         self._rows_of(owner, number)

@@ -19,9 +19,10 @@ from typing import Any
 import ray
 import torch
 import xxhash
+from ray.exceptions import RayTaskError
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import ReplayBuffer, Unbounded
+from torchrl.data import RayReplayBuffer, ReplayBuffer, Unbounded
 from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DataLoadingPrimer
 from torchrl.envs.llm.transforms import PolicyVersion
@@ -274,7 +275,7 @@ class RolloutCollector(LLMCollector):
                 raise
 
     def _handed_on(self) -> Iterator[TensorDictBase]:
-        for batch in super().iterator():
+        for batch in self._written():
             if self._ticket is not None:
                 self._deliver()
             if self._sleeps:
@@ -285,6 +286,17 @@ class RolloutCollector(LLMCollector):
         if self._ahead and not self._is_own:  # what it took over from another was its last
             self._ahead.clear()
             self._pacer._call("leave", self.name)
+
+    def _written(self) -> Iterator[TensorDictBase]:
+        """Batches once they are in the buffer; the pacer is told of one that this has refused."""
+        try:
+            yield from super().iterator()
+        except Exception as error:
+            # What an actor has done that does not answer, only its count says.
+            is_away = isinstance(self.replay_buffer, RayReplayBuffer)
+            if self._ticket is not None and (isinstance(error, RayTaskError) or not is_away):
+                self._pacer._tell("unwrite", self.name, self._ticket.number)
+            raise
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Ends the collector; what is being sampled ahead is not waited for, groups are cancelled.
