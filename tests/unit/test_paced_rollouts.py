@@ -352,6 +352,23 @@ def test_rows_that_are_in_the_buffer_are_handed_on_without_being_written(monkeyp
     assert [number(row["query"]) for row in buffer[:]] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_what_is_in_the_buffer_is_not_judged_anew(monkeypatch):
+    """Else groups that take the place of others would be lost with them."""
+    pacer = Pacer(2, 4, timeout_s=3.0)
+    buffer = ReplayBuffer(storage=ListStorage(99), batch_size=4)
+    dies, lives = (
+        collector(pacer=pacer, replay_buffer=buffer, keep=keep)
+        for keep in (lambda _: True, lambda rows: number(rows["query"][0]) != 0)
+    )
+    monkeypatch.setattr(dies, "_deliver", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(iter(dies))
+    pacer.leave(dies.name)
+    pacer.trained(4)
+    next(iter(lives))
+    assert [number(row["query"]) for row in buffer[:]] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_what_a_buffer_refuses_is_sampled_by_another(is_emptied):
     """Its writer has counted the rows all the same."""

@@ -53,6 +53,7 @@ class Ticket(NamedTuple):
     number: int  # the batch's place in the order
     rows: tuple[int, ...]  # which rows of the data set are asked, counted from 0
     oldest: int  # nobody asks for an earlier row any more
+    may_be_written: bool  # by one that held it before
 
 
 class Ledger:
@@ -108,7 +109,7 @@ class Ledger:
             rows, self.num_admitted = self._next_rows(self.num_rows), number + 1
         self._held[number] = owner, rows
         others = (min(one) for _, one in [*self._held.values(), *self._returned])
-        return Ticket(number, rows, min(others))
+        return Ticket(number, rows, min(others), number == self._written[0])
 
     def replace(self, owner: str, number: int, dropped: Sequence[int]) -> tuple[int, ...]:
         """The next rows of the data set, in place of some of a ticket's."""

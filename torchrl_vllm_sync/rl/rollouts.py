@@ -536,12 +536,14 @@ class RolloutCollector(LLMCollector):
             ticket = pacer._call("admit", self.name, waits=True)
             ahead.append((ticket, self._begun(ticket)))
         while True:
-            ticket, rows = ahead[0][0], ahead[0][1]()
-            ahead[0] = ticket, lambda rows=rows: rows
+            ticket, rows = ahead[0][0], None
+            if not ticket.may_be_written or self._has_to_write(ticket):
+                rows = ahead[0][1]()
+                ahead[0] = ticket, lambda rows=rows: rows
             turn = pacer._call("turn", self.name, ticket.number, waits=True)
             if turn is True:
                 self._ticket = ahead.popleft()[0]
-                if self._has_to_write(ticket):
+                if rows is not None and self._has_to_write(ticket):
                     return rows
                 self._deliver()
                 return self._rollout_paced()
