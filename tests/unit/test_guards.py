@@ -31,6 +31,8 @@ pytestmark = [
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 # TorchRL's wrapper does not hand these on; they can be set all the same.
 PASSED_OVER = {"min_p", "min_tokens", "bad_words", "allowed_token_ids", "logit_bias"}
+PASSED_OVER |= {"watermarking"}
+MARKED = {"engine": {"watermark_config": {"key": 1}}}
 COOL = SimpleNamespace(temperature=0.7)
 MASKED = {"return_sampling_mask": True}
 
@@ -92,6 +94,8 @@ RIGHT = [
     ({"temperature": 0.0, "presence_penalty": 0.5, "top_p": 0.5}, RAW, {}),
     ({"temperature": 0.7, "top_p": 0.5, "presence_penalty": 1}, RAW, {"return_log_probs": False}),
     ({"top_k": 9, "top_p": 0.9, "min_p": 0.1, "min_tokens": 2}, PROCESSED, MASKED),
+    ({"watermarking": True}, RAW, {}),  # without a key
+    ({"watermarking": False}, RAW, MARKED),
 ]
 WRONG = [
     ({"temperature": 0.7}, RAW, {}, "temperature", "TrainerPolicy(temperature=0.7)"),
@@ -113,7 +117,19 @@ WRONG = [
     ({"top_k": 9}, PROCESSED, MASKED | {"trainer": SimpleNamespace()}, "top_k", "TrainerPolicy"),
     ({}, "processed_logits", {}, "logprobs_mode", "no log-probabilities"),
     ({}, RAW, {"engine": {"logits_processors": ["mine"]}}, "logits_processors", "leave it out"),
+    ({}, RAW, MARKED, "watermarking", "set watermarking=False"),
+    ({"top_k": 9}, PROCESSED, MASKED | MARKED, "watermarking", "set watermarking=False"),
 ]
+
+
+def test_a_watermark_has_all_samples_of_a_prompt_begin_alike():
+    """Why it is refused: vLLM's draws nothing."""
+    from vllm.v1.watermarking import GumbelWatermarker
+
+    logits, prompt = torch.randn(1, 500).expand(64, 500), torch.tensor([[1, 2, 3, 4]])
+    drawn = GumbelWatermarker(key=1).sample(logits, prompt.expand(64, 4)).token_ids
+    assert len(drawn.unique()) == 1
+    assert len(torch.multinomial(logits[0].softmax(-1), 64).unique()) > 1
 
 
 @pytest.mark.parametrize(("sampling", "mode", "settings"), RIGHT)

@@ -23,7 +23,7 @@ _REMOVE = ("top_p", "top_k", "min_p", "min_tokens", "bad_words", "allowed_token_
 _REMOVE += ("structured_outputs",)
 _WEIGH = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 _WEIGH += ("thinking_token_budget", "trace_decode_token_ids", "logits_processors")
-_OTHERS = ("temperature", "logprobs_mode", "truncation", "chat_template")
+_OTHERS = ("temperature", "logprobs_mode", "truncation", "chat_template", "watermarking")
 SETTINGS = frozenset((*_REMOVE, *_WEIGH, *_OTHERS))
 # Tokens as likely as the last of top-k stay in too: so many more are looked for.
 _TIES = 8
@@ -104,6 +104,9 @@ def judge_sampling(params: Any, engine: Any, trainer: Trainer | None, has_mask: 
     found |= _changed(_WEIGH, params, default, remedy)
     if value := getattr(engine, "logits_processors", None):
         found["logits_processors"] = value, remedy
+    if getattr(engine, "watermark_config", None) and params.watermarking is not False:
+        told = "set watermarking=False: a key and the tokens before decide what would be drawn"
+        found["watermarking"] = params.watermarking, told
     if value := getattr(params, "truncate_prompt_tokens", None):  # up to vLLM 0.31
         found["truncation"] = value, "leave it out: rows would hold prompts that engines never read"
     return found
