@@ -11,6 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import get_origin
+from unittest.mock import MagicMock
+
+import pytest
 
 PACKAGE = "torchrl_vllm_sync"
 MODULES = (PACKAGE, f"{PACKAGE}.errors", f"{PACKAGE}.testing")
@@ -98,6 +101,25 @@ def test_names_and_signatures_are_those_listed():
     assert listing() == LISTING.read_text(), (
         "the public API changed; if on purpose: make public-api"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("push_weights", [{}]),
+        ("get_model_metadata", []),
+        ("pause_generation", []),
+        ("add_replicas", []),
+    ],
+)
+def test_arguments_that_a_service_does_not_know_are_refused_by_the_name_that_was_called(
+    name, given
+):
+    """And not by that of the part that does it."""
+    service = importlib.import_module(PACKAGE).AsyncVLLM
+    told = rf"^AsyncVLLM\.{name}\(\) got an unexpected keyword argument 'vresion'$"
+    with pytest.raises(TypeError, match=told):
+        getattr(service, name)(MagicMock(), *given, vresion=3)
 
 
 def test_importing_the_package_imports_nothing_heavy():

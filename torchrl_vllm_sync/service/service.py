@@ -78,13 +78,18 @@ T = TypeVar("T")
 
 
 def of_part(
-    part: str, method: Callable[Concatenate[Any, P], T]
+    part: str, method: Callable[Concatenate[Any, P], T], name: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
-    """Makes a method of the service that is ``method`` of one of its parts."""
-    part_of = operator.attrgetter(part)
+    """Makes a method of the service that is ``method`` of one of its parts, or has a ``name``."""
+    part_of, signature = operator.attrgetter(part), inspect.signature(method)
+    name = name or method.__name__
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(self, *args, **kwargs)
+        except TypeError as error:  # which is to name what was called
+            raise TypeError(f"AsyncVLLM.{name}() {error}") from None
         return method(part_of(self), *args, **kwargs)
 
     return call
@@ -676,11 +681,11 @@ class AsyncVLLM(RLvLLMEngine):
         """Replica id to the policy version it last said it holds; ``None`` if it has not said."""
         return self.weights.versions
 
-    push_weights = of_part("weights", Weights.push)
+    push_weights = of_part("weights", Weights.push, "push_weights")
     audit = of_part("weights", Weights.audit)
     wait_for_version = of_part("weights", Weights.wait_for_version)
     get_model_metadata = of_part(  # pyright: ignore[reportAssignmentType]
-        "weights", Weights.model_metadata
+        "weights", Weights.model_metadata, "get_model_metadata"
     )
 
     def register_version_hook(self, hook: Callable[[PushReport], object]) -> Callable[[], None]:
