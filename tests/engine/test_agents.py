@@ -425,6 +425,19 @@ def test_a_session_has_no_beams_whose_tokens_nobody_sampled(server):
     assert "beams" not in server.sessions
 
 
+def test_a_chat_of_a_session_is_not_truncated(server):
+    """The session goes on from all that its engine has read, and would read all of it again."""
+    fields = {"extra_body": {"truncate_prompt_tokens": 4}}
+    with client_of(server) as client:
+        assert say(client, [dict(QUESTION)], **fields)  # nobody's are
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError, match="no prompt is truncated"):
+                say(client, [dict(QUESTION)], user="cut", **fields)
+            say(client, [dict(QUESTION)], user="cut")
+    (session,) = server.sessions.take("cut")
+    assert len(session._answers) == 2
+
+
 def test_who_hangs_up_leaves_no_row(service, server):
     with slowed(service, 0.02), client_of(server, session="gone") as client:
         chat = [dict(QUESTION)]

@@ -64,6 +64,9 @@ class ServiceClient:
         if self._sessions is not None and asked.session_id is not None:
             if asked.is_search:
                 raise NotImplementedError("what beams hold was not sampled: no session keeps it")
+            if asked.is_cut:
+                told = "a session's turn begins with all of the turn before: no prompt is truncated"
+                raise NotImplementedError(told)
             recording = Recording(self._sessions, asked, one, params)
             one["prompt_token_ids"], given = recording.prompt_ids, recording.params
         keys = {"session_id": session_id, "group_id": group_id}

@@ -232,6 +232,7 @@ def _captured(
             messages = fields["messages"] = session._as_sampled(messages)
             body = bytearray(json.dumps(fields).encode())
         asked.chat = chat_of(messages)
+    asked.is_cut = fields.get("truncate_prompt_tokens") is not None
     return body
 
 

@@ -35,6 +35,7 @@ class Asked:
     session_id: str | None = None  # None: nothing is kept
     is_bound: bool = False  # the session's own key was sent
     is_search: bool = False  # for beams: each of their tokens is a request of vLLM's
+    is_cut: bool = False  # the chat's prompt is to be shortened
     chat: list[dict[str, str]] | None = None  # answers in it as they were sampled
     answers: list[Answer] = field(default_factory=list)
 
