@@ -425,6 +425,21 @@ def test_a_session_has_no_beams_whose_tokens_nobody_sampled(server):
     assert "beams" not in server.sessions
 
 
+def test_an_answer_that_a_chat_goes_on_with_has_no_end_before_that(server):
+    """Its end was sampled, and is in the tokens of that turn."""
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    with client_of(server, session="longer") as client:
+        chat = [dict(QUESTION)]
+        choice = {"structured_outputs": {"choice": ["7"]}}
+        assert say(client, chat, extra_body=choice) == "7"
+        say(client, chat, extra_body=fields)
+    (session,) = server.sessions.take("longer")
+    ended, longer = session._answers
+    assert ended.finish_reason == "stop"
+    assert longer.turn.ids[: len(ended.turn.ids) - 1] == ended.turn.ids[:-1]
+    assert len(longer.turn.ids) - len(longer.token_ids) == len(ended.turn.ids) - 1
+
+
 def test_a_chat_of_a_session_is_not_truncated(server):
     """The session goes on from all that its engine has read, and would read all of it again."""
     fields = {"extra_body": {"truncate_prompt_tokens": 4}}

@@ -129,6 +129,14 @@ def test_an_answer_that_was_cut_gets_the_end_that_the_template_puts():
     assert behind(turn, chat("we", "so"), ASKED + "we</s>\nuser", "</s>") == "</s>\nuser"
 
 
+def test_an_answer_that_is_gone_on_with_has_no_end_before_that():
+    """As ``continue_final_message`` of a chat shows it: the turn's tokens have the end."""
+    assert behind(TURN, chat("well </s>"), ASKED + "well ", "</s>") is None
+    assert behind(TURN, chat("well </s>"), ASKED + "well", "</s>") is None  # trimmed
+    cut = TURN._replace(answer="well ")
+    assert behind(cut, chat("well "), ASKED + "well ", "</s>") == ""
+
+
 def test_a_prompt_that_is_shown_in_another_way_is_none_of_the_turn():
     assert behind(TURN, chat("well </s>"), "USER: hi\nassistant: well </s>", "</s>") is None
     assert is_of(TURN, chat("well </s>"), "</s>")

@@ -57,6 +57,9 @@ def behind(turn: Turn, chat: Sequence[dict[str, Any]], shown: str, end: str) -> 
         return None
     rest = inner[len(core) :]
     rest = rest[len(commonprefix([rest, trailing])) :]  # noqa: RUF071  of characters
-    if said != turn.answer and rest.lstrip().startswith(end):  # the engine has sampled it
-        rest = rest.lstrip()[len(end) :]
+    if said != turn.answer:  # the engine has sampled its end
+        if not rest:  # which the answer, that is to be gone on with, is shown without
+            return None
+        if rest.lstrip().startswith(end):
+            rest = rest.lstrip()[len(end) :]
     return rest
