@@ -87,6 +87,7 @@ class AdapterSource:
     Args:
         module: The PEFT model, in any wrapper that ``push_weights`` takes.
         name: Names the adapter in the service, where there may be several; by default as in PEFT.
+            Engines keep what was pushed under each name until the service ends.
         max_versions: Versions that engines keep, besides those that requests in flight use; at
             least the one that serves, and the one that comes.
 
