@@ -117,9 +117,9 @@ def test_arguments_that_a_service_does_not_know_are_refused_by_the_name_that_was
 ):
     """And not by that of the part that does it."""
     service = importlib.import_module(PACKAGE).AsyncVLLM
-    told = rf"^AsyncVLLM\.{name}\(\) got an unexpected keyword argument 'vresion'$"
+    told = rf"^AsyncVLLM\.{name}\(\) got an unexpected keyword argument 'unknown'$"
     with pytest.raises(TypeError, match=told):
-        getattr(service, name)(MagicMock(), *given, vresion=3)
+        getattr(service, name)(MagicMock(), *given, unknown=3)
 
 
 def test_importing_the_package_imports_nothing_heavy():
