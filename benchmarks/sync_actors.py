@@ -92,10 +92,10 @@ def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
 
 def own_device() -> torch.device:
     """Returns the GPU of this actor, which is the current one from now on, or the CPU."""
-    for index in ray.get_gpu_ids():
-        torch.cuda.set_device(int(index))
-        return torch.device("cuda", int(index))
-    return torch.device("cpu")
+    if not (gpus := ray.get_gpu_ids()):
+        return torch.device("cpu")
+    torch.cuda.set_device(int(gpus[0]))
+    return torch.device("cuda", int(gpus[0]))
 
 
 def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int) -> list[float]:

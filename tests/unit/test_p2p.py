@@ -36,7 +36,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.replica import ReplicaState
 from torchrl_vllm_sync.weights.p2p import writes
-from torchrl_vllm_sync.weights.p2p.memory import this_node
+from torchrl_vllm_sync.weights.p2p.memory import MappedMemory, device_of, this_node
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Members, Push
 
@@ -238,6 +238,25 @@ def test_what_is_written_once_is_handed_on_from_memory_to_memory(monkeypatch, af
             assert not found[258:260].any()
         # The chain takes five, of the strided tensor one each; the others take one a row.
         assert len(copied) == 5 + 3 + 4
+
+
+def test_memory_that_the_last_ones_gpu_does_not_reach_is_written_to(monkeypatch):
+    asked, gpus = [], [torch.device("cuda", index) for index in range(2)]
+    rows = [row_of("t0", (3,), 0)]
+
+    def reaches(*pair):
+        asked.append(pair)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    monkeypatch.setattr(MappedMemory, "hand_on", lambda *_: pytest.fail("it was handed on"))
+    places = [one for gpu in gpus for one in in_row(rows, 1, gpu)]
+    tensor = torch.rand(3)
+    writes.write([("t0", tensor)], places, CPU)
+    assert asked == [(*gpus,)]
+    assert [device_of(one) for one in (None, "", "GPU-hidden")] == [None, CPU, None]
+    for one in places:
+        assert torch.equal(one.memory.data.view(torch.float32)[:3], tensor)
 
 
 @pytest.mark.parametrize(("width", "begin", "dtype"), [(8, 8, "complex128"), (6, 2, "int32")])

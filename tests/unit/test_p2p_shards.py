@@ -35,6 +35,7 @@ from torchrl_vllm_sync import P2PTransport, as_weight_source
 from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.p2p import writes
+from torchrl_vllm_sync.weights.p2p.memory import MappedMemory
 from torchrl_vllm_sync.weights.p2p.writes import Cut, parts
 from torchrl_vllm_sync.weights.sharded import (
     Origin,
@@ -226,13 +227,14 @@ def shard(model, wrap):
 
 
 LAUNCH, WRITE = sharded_module.Gather.launch, writes.write
+HAND_ON = MappedMemory.hand_on
 
 
 class Counted:
     """Counts what a rank gathers and writes, from now on."""
 
     def __init__(self):
-        self.num_gathered = self.num_written = 0
+        self.num_gathered = self.num_written = self.num_handed_on = 0
 
         def launch(gather, *args):
             self.num_gathered += 1
@@ -244,12 +246,20 @@ class Counted:
                 self.num_written += sum(one.target.numel() for one in of.copies.get(name, ()))
             return WRITE(tensors, copies, device)
 
+        def hand_on(memory, other, spans):
+            self.num_handed_on += sum(map(len, spans))
+            return HAND_ON(memory, other, spans)
+
+        MappedMemory.hand_on = hand_on
         sharded_module.Gather.launch = launch
         sharded_module.write = writes.write = write
 
 
 def train_and_push(rank, address, names, expected, config, wrap, dtype, idle, hand_on):
-    """Three pushes; returns how often this rank gathered, and how many elements it wrote."""
+    """Three pushes; returns how often this rank gathered, and what it wrote and handed on.
+
+    That is counted in elements, and in bytes.
+    """
     model = shard(whole_model(config, dtype=dtype), wrap)
     client = Remote(address, names) if rank == 0 else None
     transport, counted = P2PTransport(hand_on=hand_on), Counted()
@@ -267,7 +277,7 @@ def train_and_push(rank, address, names, expected, config, wrap, dtype, idle, ha
         )
         assert failures == {}
     transport.close()
-    return counted.num_gathered, counted.num_written
+    return counted.num_gathered, counted.num_written, counted.num_handed_on
 
 
 def all_of(rank, jobs):
@@ -281,7 +291,7 @@ def job(name, wrap="layers", dtype=torch.float32, idle=None, hand_on=False, **op
 JOBS = {
     2: [
         job("qwen3", num_replicas=2),
-        job("qwen3", "columns", hand_on=True, num_replicas=3),
+        job("qwen3", hand_on=True, num_replicas=3),
         job("qwen3", "columns", size=2),
         job("qwen3", "copies", dtype=torch.float64),
         job("qwen3-moe", "columns", size=2, expert_parallel=True),
@@ -300,8 +310,11 @@ def test_every_rank_writes_its_own_part_and_nothing_is_gathered(engines, world_s
         given = [stack.enter_context(here.reached()) | how for here, how in jobs]
         ranks = succeed(all_of, world_size=world_size, limit_s=100.0, jobs=given)
     for (here, how), counts in zip(jobs, zip(*ranks, strict=True), strict=True):
-        gathered, written = zip(*counts, strict=True)
+        gathered, written, handed_on = zip(*counts, strict=True)
         assert not any(gathered)
+        # Of three replicas two get all by way of another.
+        planned = 4 * 3 * here.num_planned * 2 // 3
+        assert sum(handed_on) == (planned if how["hand_on"] else 0)
         wanted = whole_model(here.config, 3, how["dtype"]).float()
         if how["idle"] is None:
             here.assert_hold(wanted)

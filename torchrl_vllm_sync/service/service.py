@@ -81,16 +81,18 @@ def of_part(
     part: str, method: Callable[Concatenate[Any, P], T], name: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
     """Makes a method of the service that is ``method`` of one of its parts, or has a ``name``."""
-    part_of, signature = operator.attrgetter(part), inspect.signature(method)
-    name = name or method.__name__
+    part_of = operator.attrgetter(part)
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            signature.bind(self, *args, **kwargs)
-        except TypeError as error:  # which is to name what was called
-            raise TypeError(f"AsyncVLLM.{name}() {error}") from None
-        return method(part_of(self), *args, **kwargs)
+            return method(part_of(self), *args, **kwargs)
+        except TypeError:
+            try:
+                inspect.signature(method).bind(self, *args, **kwargs)
+            except TypeError as error:  # which is to name what was called
+                raise TypeError(f"AsyncVLLM.{name or method.__name__}() {error}") from None
+            raise
 
     return call
 

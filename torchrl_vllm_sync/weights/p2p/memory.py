@@ -426,8 +426,10 @@ def device_uuid(device: torch.device) -> str:
 
 
 def device_of(uuid: object) -> torch.device | None:
-    """The other way round; ``None`` for a GPU that is hidden from this process."""
-    return torch.device("cpu") if uuid == "" else _visible().get(str(uuid))
+    """The other way round; ``None`` for ``None``, and a GPU that is hidden from this process."""
+    if not uuid:
+        return None if uuid is None else torch.device("cpu")
+    return _visible().get(str(uuid))
 
 
 def _visible() -> dict[str, torch.device]:

@@ -346,25 +346,26 @@ class _Chain:
     """Memories of one layout: what is written to the first, each hands on to the next."""
 
     def __init__(self, first: Places, device: torch.device) -> None:
-        self.first, self._others, self._device = first, list[Places](), device
+        self.first, self._all, self._device = first, [first], device
         self._written: list[range] = []  # and not yet handed on, in bytes of the memory
         self._num_bytes = 0
 
     def take(self, one: Places) -> bool:
         """Adds a memory, if the last one's device can hand on to it."""
-        last = (self.first, *self._others)[-1]
+        last = self._all[-1]
         is_taken = last.layout == one.layout and last.memory.can_hand_on_to(one.memory)
         if is_taken:
-            self._others.append(one)
+            self._all.append(one)
         return is_taken
 
     def write(self, pairs: Iterable[Pair]) -> None:
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
-            if not self._others:
+            _, *others = self._all
+            if not others:
                 continue
             if not target.is_contiguous():  # others may write between
-                for one in self._others:
+                for one in others:
                     one.like(target).copy_(source, non_blocking=True)
                 continue
             self._written.append(self.first.memory.span_of(target))
@@ -374,9 +375,9 @@ class _Chain:
 
     def hand_on(self) -> None:
         """Has each device give the next one what has been written, once it is there."""
-        memories, behind = [one.memory for one in (self.first, *self._others)], self._device
+        behind = self._device
         with contextlib.ExitStack() as streams:
-            for giver, taker in itertools.pairwise(memories):
+            for giver, taker in itertools.pairwise(one.memory for one in self._all):
                 assert giver.owner is not None
                 streams.enter_context(_apart(giver.owner, behind))
                 giver.hand_on(taker, self._written)
