@@ -254,13 +254,15 @@ def test_a_collector_that_outlives_ray_ends_without_starting_it_anew(monkeypatch
 class Slow(CannedService):
     """Takes a while, another one each time."""
 
+    least_s = 0.0
+
     def __init__(self, seed, fails=()):
         super().__init__()
         self.random, self.fails = torch.Generator().manual_seed(seed), fails
         self.calls = 0
 
     def generate(self, *args, **kwargs):
-        threading.Event().wait(0.02 * float(torch.rand((), generator=self.random)))
+        threading.Event().wait(self.least_s + 0.02 * float(torch.rand((), generator=self.random)))
         self.calls += 1
         if self.calls in self.fails:
             raise GenerationError("2", "it broke")
@@ -426,9 +428,10 @@ def test_without_turns_the_order_is_lost(monkeypatch):
     monkeypatch.setattr("torchrl_vllm_sync.rl.pacing.Ledger.deliver", deliver)
     pacer = Pacer(2, 8, timeout_s=3.0)
     buffer = ReplayBuffer(storage=ListStorage(1000), batch_size=8)
+    services = [Slow(at) for at in range(3)]
+    services[0].least_s = 0.2  # others write what comes after its first batch meanwhile
     collectors = [
-        collector(policy=make_policy(Slow(at)), replay_buffer=buffer, pacer=pacer)
-        for at in range(3)
+        collector(policy=make_policy(one), replay_buffer=buffer, pacer=pacer) for one in services
     ]
     trained, _ = train(pacer, buffer, 12, collectors)
     assert trained[::2] != sorted(trained[::2])
