@@ -84,7 +84,7 @@ class P2PReplica:
         number = self.arena.begin(run_id)
         if number not in known[0]:
             about = {"replica_id": self.name[1:], "rank": 0, "number": number}
-            hand_over(path, about, self.arena.export(), timeout_s)
+            hand_over(path, about, [self.arena.export()], timeout_s)
         return [number]
 
     def take_written(self, numbers, *, version, run_id, **options):

@@ -46,7 +46,7 @@ class Client:
                 mapped = MappedMemory(size, CPU, memory.export())
                 self.memories.setdefault(door["token"], []).append(mapped.data)
                 said = {"replica_id": name, "rank": rank, "token": door["token"]}
-                hand_over(door["path"], said, memory.export(), 1.0)
+                hand_over(door["path"], said, [memory.export()], 1.0)
         return dtype
 
     def _put(self, name, adapter, place):

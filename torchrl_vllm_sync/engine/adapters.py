@@ -153,7 +153,7 @@ class WorkerAdapters:
             if not is_near:
                 page_lock(inbox)
             about = {**about, "token": door["token"]}
-            hand_over(door["path"], about, memory.export(), timeout_s)
+            hand_over(door["path"], about, [memory.export()], timeout_s)
         inboxes = self._inboxes[layout.name]
         inboxes[door["token"]] = inbox
         self._finish()

@@ -322,7 +322,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         if number not in known:
             arena.open()
             plan.fill_constants()
-            hand_over(path, {**about, "number": number}, arena.export(), timeout_s)
+            hand_over(path, {**about, "number": number}, [arena.export()], timeout_s)
         return number
 
     @torch.no_grad()

@@ -321,10 +321,10 @@ class AdapterSender:
             expected |= {(name, rank, token) for rank in ranks}
             found[name] = Reached(getattr(torch, answers[name]), token, [])
         size = 2 * sum(one.num_elements for one in source.metadata())
-        for (name, *_), descriptors in handover.take_all(expected, deadline.at, "token"):
+        for (name, *_), descriptor in handover.take_all(expected, deadline.at, "token"):
             one, is_near = found[name], calls[name][-1]["device_type"] == device.type
             on = device if is_near else torch.device("cpu")
-            given = MappedMemory(size * one.dtype.itemsize, on, descriptors)
+            given = MappedMemory(size * one.dtype.itemsize, on, descriptor)
             if not is_near:
                 page_lock(given)
             one.inboxes.append(given.data.view(one.dtype).view(2, -1))

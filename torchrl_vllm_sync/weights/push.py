@@ -35,6 +35,7 @@ from torchrl_vllm_sync.weights.source import (
     WeightSource,
     as_weight_source,
     fit_to_model,
+    views_of,
 )
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
@@ -568,6 +569,8 @@ class WeightPusher:
                     self._adapters.pack(source, allow_nonfinite=options.allow_nonfinite)
                 elif not isinstance(self.transport, P2PTransport):  # which does, as it writes
                     confirm()
+                elif not self._shares:  # where parameters may yet move out of an engine's memory
+                    views_of(source)  # while the replicas answer; a fitted source keeps them
                 follow()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()

@@ -506,14 +506,15 @@ class SharedGroup(BroadcastGroup):
                 counts = kept(new_memory(num_counts, cpu))
                 memory = kept(new_memory(at.shared_bytes, self.device))
                 for path in [self.store.get(f"door/{rank}").decode() for rank in others]:
-                    hand_over(path, {}, counts.export() + memory.export(), left_s(deadline))
+                    given = [counts.export(), memory.export()]
+                    hand_over(path, {}, given, left_s(deadline))
             else:
                 with contextlib.closing(Handover()) as door:
                     self.store.set(f"door/{self.rank}", door.path)
                     self._arrive(deadline, watch)
-                    _, (first, *rest) = door.take(deadline, self.raise_if_given_up)
-                counts = kept(new_memory(num_counts, cpu, [first]))
-                memory = kept(new_memory(at.shared_bytes, self.device, rest))
+                    _, (first, second) = door.take(deadline, self.raise_if_given_up)
+                counts = kept(new_memory(num_counts, cpu, first))
+                memory = kept(new_memory(at.shared_bytes, self.device, second))
             within = kept(HostRange(num_counts)), kept(new_range(at.shared_bytes, self.device))
             for one, shown in zip(within, (counts, memory), strict=True):
                 one.show(shown)

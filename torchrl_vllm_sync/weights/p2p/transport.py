@@ -56,10 +56,10 @@ class Worker:
     memories: dict[int, writes.Mapped] = field(default_factory=dict)  # the last used one last
 
     @torch.inference_mode(False)
-    def bind(self, number: int, device: torch.device, descriptors: list[int]) -> None:
+    def bind(self, number: int, device: torch.device, descriptor: int) -> None:
         self.memories.pop(number, None)
         owner = device_of(self.hands_on_by)
-        mapped = writes.Mapped(self.num_bytes, device, descriptors, self.rows, self.mine, owner)
+        mapped = writes.Mapped(self.num_bytes, device, descriptor, self.rows, self.mine, owner)
         self.memories[number] = mapped
 
     def use(self, number: int) -> writes.Mapped:
@@ -103,21 +103,20 @@ class Shards:
     cuts: writes.Cuts
     # Tokens of the memories that all other ranks know; ``None`` if there are none.
     known: set[str] | None
-    # What they lack: whose memory of which number, and its descriptors.
-    new: list[tuple[Worker, int, list[int]]] = field(default_factory=list)
+    # What they lack: whose memory of which number, and its descriptor.
+    new: list[tuple[Worker, int, int]] = field(default_factory=list)
 
     def pass_on(self, path: str, watch: Callable[[], None]) -> None:
         """Gives one rank what it lacks."""
-        for worker, number, descriptors in self.new:
+        for worker, number, descriptor in self.new:
             said = {"token": worker.memories[number].token, "num_bytes": worker.num_bytes}
             said["owner"] = worker.hands_on_by
-            copies = [writes.plan_file(worker.passed_on), *map(os.dup, descriptors)]
+            copies = [writes.plan_file(worker.passed_on), os.dup(descriptor)]
             hand_over(path, said, copies, HANDOVER_TIMEOUT_S, watch)
 
     def close(self) -> None:
         while self.new:
-            for fd in self.new.pop()[2]:
-                os.close(fd)
+            os.close(self.new.pop()[2])
 
 
 class P2PTransport:
@@ -323,11 +322,11 @@ class P2PTransport:
             if number not in (known[name][0][rank] or ())
         }
         handed = self._handover.take_all(expected, deadline.at, "number")
-        for (name, rank, number), descriptors in handed:
+        for (name, rank, number), descriptor in handed:
             worker = self._workers[name][rank]
             if shards is not None:
-                shards.new.append((worker, number, [*map(os.dup, descriptors)]))
-            worker.bind(number, self._device, descriptors)
+                shards.new.append((worker, number, os.dup(descriptor)))
+            worker.bind(number, self._device, descriptor)
         return answers
 
     def _write(self, push: Push, numbers: dict[str, Any], shards: Shards | None) -> None:

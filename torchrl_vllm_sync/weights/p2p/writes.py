@@ -138,13 +138,13 @@ class Mapped:
         self,
         num_bytes: int,
         device: torch.device,
-        descriptors: list[int],
+        descriptor: int,
         rows: Iterable[Row],
         shards: Iterable[Row],
         owner: torch.device | None = None,
     ) -> None:
         self.token = uuid.uuid4().hex
-        self._within = within = MappedMemory(num_bytes, device, descriptors, owner)
+        self._within = within = MappedMemory(num_bytes, device, descriptor, owner)
         self.copies = Places(rows, within)
         self.shards = Places(shards, within)  # of what this rank has a part of
         # Parameters that were moved here, and the storages that they, or views of them, are in.
@@ -477,7 +477,7 @@ class ShardWriter:
                     os.close(one)
                 continue
             expected.remove(token)
-            plan, *memory = descriptors
+            plan, memory = descriptors
             with os.fdopen(plan, "rb") as file:  # whose position several processes share
                 size = os.fstat(plan).st_size
                 rows: list[Row] = msgspec.msgpack.decode(os.pread(file.fileno(), size, 0))
