@@ -473,6 +473,13 @@ class ModuleSource:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.owner = unwrap(module)
+        self._resting: _State | None = None
+
+    def at_rest(self) -> ModuleSource:
+        """Returns one that does not look again where the tensors are, for a push."""
+        source = ModuleSource(self.owner)
+        source._resting = self._state()
+        return source
 
     def metadata(self) -> list[ParamMeta]:
         return self._state().plan.metadata
@@ -504,6 +511,8 @@ class ModuleSource:
 
     def _state(self) -> _State:
         """Returns the module's tensors and plan, kept while nothing has moved."""
+        if self._resting is not None:
+            return self._resting
         module, known = self.owner, known_of(self.owner)
         # What adapters add, and to what, may change at any time.
         layout = None if is_peft(module) else layout_of(module)

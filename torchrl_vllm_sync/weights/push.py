@@ -25,7 +25,7 @@ from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport, Repl
 from torchrl_vllm_sync.weights.adapters import AdapterSender, AdapterSource, Packed
 from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, refuse_nonfinite
 from torchrl_vllm_sync.weights.auto import AutoTransport
-from torchrl_vllm_sync.weights.module import OfLast, ParamMeta, is_peft
+from torchrl_vllm_sync.weights.module import ModuleSource, OfLast, ParamMeta, is_peft
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, clear_caches, leading
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
@@ -35,7 +35,6 @@ from torchrl_vllm_sync.weights.source import (
     WeightSource,
     as_weight_source,
     fit_to_model,
-    views_of,
 )
 from torchrl_vllm_sync.weights.transport import (
     GRACE_S,
@@ -523,6 +522,8 @@ class WeightPusher:
     def _fitted(self, source: WeightSource) -> WeightSource:
         if isinstance(source, AdapterSource):  # which the engines compare
             return self._adapters.look(source)
+        if isinstance(source, ModuleSource) and not self._shares:  # else parameters may move yet
+            source = source.at_rest()
         return fit_to_model(source, self._expected())
 
     def _push(
@@ -569,8 +570,6 @@ class WeightPusher:
                     self._adapters.pack(source, allow_nonfinite=options.allow_nonfinite)
                 elif not isinstance(self.transport, P2PTransport):  # which does, as it writes
                     confirm()
-                elif not self._shares:  # where parameters may yet move out of an engine's memory
-                    views_of(source)  # while the replicas answer; a fitted source keeps them
                 follow()
                 if not was_ours():  # another may have pushed since, or holds a replica
                     self._client.refresh_members()

@@ -801,10 +801,9 @@ class ShardedModuleSource:
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``module``, or the model it wraps, is sharded by FSDP2 or has a ``DTensor``."""
-    return any(
-        isinstance(part, FSDPModule) or DTensor in map(type, vars(part)["_parameters"].values())
-        for part in modules_of(unwrap(module))
-    )
+    parts = [*modules_of(unwrap(module))]  # at each push, so by the few types that there are
+    held = {type(one) for part in parts for one in vars(part)["_parameters"].values()}
+    return DTensor in held or any(issubclass(one, FSDPModule) for one in set(map(type, parts)))
 
 
 def leading(source: object, *, clears: bool = False) -> AbstractContextManager[SimpleNamespace]:
