@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import reload
 from vllm.model_executor.model_loader.reload import layerwise
@@ -220,6 +221,10 @@ def repack_cpu(model: torch.nn.Module) -> None:
             experts.process_weights_after_loading(module)
         elif isinstance(module, ParallelLMHead):
             method.process_weights_after_loading(module)
+
+
+# Whether scales of fp8 are those of whole layers, also where workers share these: not in vLLM 0.26.
+SCALES_ARE_OF_ALL_WORKERS = "amax_for_tp_weight_quant" in vars(quant_utils)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ Importing it registers the receiver with vLLM in this process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import _custom_ops
@@ -23,6 +24,7 @@ from vllm.platforms import current_platform
 from torchrl_vllm_sync.checks import Deadline, first_few
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND, SHARED_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.plan import (
+    SCALES_ARE_OF_ALL_WORKERS,
     LoadPlan,
     PlanNotPossibleError,
     record_load_plan,
@@ -99,6 +101,20 @@ def why_not_a_plan(config: Any, *, quantised: bool = False) -> str:
         "latent attention (MLA) derives weights after loading": config.model_config.use_mla,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+class Writes(NamedTuple):
+    """Where a trainer's writes go: in what is served, and in what may be written to."""
+
+    live: LoadPlan
+    spare: LoadPlan
+    # Of copies that the trainer quantises, by their number: the weights' name, and their dtype
+    # before.
+    quantised: dict[int, tuple[str, torch.dtype]]
+
+    @property
+    def scales(self) -> list[str]:
+        return sorted({f"{name}_scale" for name, _ in self.quantised.values()})
 
 
 def rank_in_replica(config: Any) -> int:
@@ -188,9 +204,12 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             self._planned = self._recorded(metadata)
         except PlanNotPossibleError as error:
             self.path_reason = str(error)
+            if self.arena is not None and not self.why_not_written():
+                self._plan_quantised(metadata, self.arena)
             return
         if self.arena is not None:
             self._staged_plan = self._planned.redirected(self.arena.counterpart)
+            self._writes = Writes(self._planned, self._staged_plan, {})
         if not self.takes_direct:
             self._make_buffers(self._layout)
             for plan in filter(None, (self._planned, self._staged_plan)):
@@ -208,8 +227,38 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         others = self._distrust or why_not_a_plan(config, quantised=True)
         if others or self.parallel_config.world_size > 1 or not why_not_a_plan(config):
             return self._recorded(metadata)
-        with set_current_vllm_config(config), unquantised(self.model) as self._bare:
-            return record_load_plan(self.model, metadata, self._bare)
+        plan, self._bare = self._recorded_bare(metadata)
+        return plan
+
+    def _recorded_bare(self, metadata: Sequence[ParamMeta]) -> tuple[LoadPlan, dict[int, str]]:
+        """A plan as before what is fp8 was quantised, and the names of that by storage."""
+        with set_current_vllm_config(self.vllm_config), unquantised(self.model) as bare:
+            return record_load_plan(self.model, metadata, bare), bare
+
+    def _plan_quantised(self, metadata: Sequence[ParamMeta], arena: WeightArena) -> None:
+        try:
+            plan, bare = self._recorded_bare(metadata)
+        except PlanNotPossibleError as error:
+            self.path_reason = f"{self.path_reason}; {error}"
+            return
+        numbered = enumerate(one.target for one in plan.copies)
+        names = ((number, one, bare.get(storage_key(one))) for number, one in numbered)
+        quantised = {number: (name, one.dtype) for number, one, name in names if name}
+        live = plan.redirected(functools.partial(self._held, bare))
+        self._writes = Writes(live, live.redirected(arena.counterpart), quantised)
+
+    def why_not_written(self) -> str:
+        """Why no trainer can write to this worker's memory, as far as is known before a push."""
+        others = why_not_a_plan(self.vllm_config, quantised=True)
+        if why := self.staging_refusal or self._distrust or others:
+            return why
+        if (why := why_not_a_plan(self.vllm_config)) and self.config.backend == SHARED_BACKEND:
+            return f"{why}: a trainer has no use of its weights' memory"
+        try:
+            with unquantised(self.model) if why else contextlib.nullcontext():
+                return ""
+        except PlanNotPossibleError as error:
+            return f"{why}; {error}"
 
     @property
     def digest(self) -> str:
@@ -295,18 +344,23 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     def plan_writes(self, metadata: Sequence[ParamMeta]) -> dict[str, Any]:
         if metadata_digest(metadata) != self.digest:  # else a broadcast goes on with its buckets
             self.prepare(metadata, buckets.DEFAULT_BUCKET_BYTES)
-        arena, plan = self.arena, self._planned
-        if arena is None or plan is None:
-            reason = self.staging_refusal or self.path_reason or "launch it with stage_weights=True"
+        arena, planned = self.arena, self._writes
+        if arena is None or planned is None:
+            reason = self.why_not_written() or self.path_reason
+            reason = reason or "launch it with stage_weights=True"
             raise TransferError(f"this engine's memory cannot be written to: {reason}")
         writes: list[Any] = []
-        for copy in plan.copies:
+        for number, copy in enumerate(planned.live.copies):
             place, target = arena.place(copy.target), copy.target
             if place is None:
                 raise TransferError(f"{copy.name} goes into a tensor that is no parameter")
-            dtype = dtype_name(target.dtype)
+            dtype, how = dtype_name(target.dtype), ()
+            if number in planned.quantised:
+                name, before = planned.quantised[number]
+                scale = arena.place(self.model.get_parameter(f"{name}_scale"))
+                how = scale, dtype_name(before), SCALES_ARE_OF_ALL_WORKERS
             row = copy.name, copy.offset, tuple(copy.shape), tuple(copy.stride)
-            writes.append((*row, dtype, place, tuple(target.stride())))
+            writes.append((*row, dtype, place, tuple(target.stride()), *how))
         about = {"device": device_uuid(self.device), "is_shared": arena.is_shared}
         return {"num_bytes": arena.num_bytes, "writes": writes, **about}
 
@@ -315,33 +369,52 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         self, run_id: str, known: Sequence[int], path: str, about: dict[str, Any], timeout_s: float
     ) -> int:
         """Lets a run write; returns the number of the memory, which is handed over if it is new."""
-        arena, plan = self.arena, self._staged_plan
-        if arena is None or plan is None:
+        arena, planned = self.arena, self._writes
+        if arena is None or planned is None:
             raise TransferError(f"no writes can be taken: {self.path_reason}")
         number = arena.begin(run_id)
         if number not in known:
             arena.open()
-            plan.fill_constants()
+            planned.spare.fill_constants()
             hand_over(path, {**about, "number": number}, [arena.export()], timeout_s)
         return number
 
     @torch.no_grad()
-    def take_written(self, run_id: str, number: int) -> None:
-        """Serves what a run has written, checked the first time; no step may run meanwhile."""
-        if self.arena is None or (plan := self._staged_plan) is None:
+    def take_written(self, run_id: str, number: int) -> dict[str, str]:
+        """Serves what a run has written, checked the first time; no step may run meanwhile.
+
+        Returns how it got into the model.
+        """
+        if self.arena is None or (planned := self._writes) is None:
             raise TransferError("no writes were planned")
         self.arena.take(run_id, number)
         if not self.is_checked:
             self.is_checked = True
-            tensors = plan.tensors()
+            tensors = planned.spare.tensors()
             if self.arena.is_shared:
                 # They are read from where a reload writes to; the GPU may have no room for both.
                 tensors = [(name, one.cpu()) for name, one in tensors]
             else:
                 self.arena.mirror()  # the plan reads from there, which a reload leaves alone
-            self._compare_with(lambda: reload_model(self.model, self.vllm_config, tensors))
+            with self._scaled_by_one(planned.scales):
+                self._compare_with(lambda: reload_model(self.model, self.vllm_config, tensors))
+            if self._distrust and planned.quantised:
+                raise TransferError(self._distrust)
             if self._distrust and any(one.isnan().any() for one in self.model.parameters()):
                 raise TransferError(f"{self._distrust}; some of the weights were not written")
+        return {"path": "plan", "path_reason": ""} if self._writes else self.path_taken
+
+    @contextlib.contextmanager
+    def _scaled_by_one(self, scales: Sequence[str]) -> Iterator[None]:
+        """Meanwhile fp8 is what a reload makes of its values: the greatest is fp8's greatest."""
+        kept = {name: self.model.get_parameter(name).clone() for name in scales}
+        for name in kept:
+            self.model.get_parameter(name).fill_(1)
+        try:
+            yield
+        finally:
+            for name, scale in kept.items():
+                self.model.get_parameter(name).copy_(scale)
 
     # ---- Audits
 
@@ -369,10 +442,10 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         if not plan.is_of(self.model):  # a reload may replace them
             self._audited = plan = self._recorded_to_compare(plan.metadata)
         scales = [self.model.get_parameter(f"{one}_scale") for one in self._bare.values()]
-        return [self._held(one.target) for one in plan.copies] + scales
+        return [self._held(self._bare, one.target) for one in plan.copies] + scales
 
-    def _held(self, target: torch.Tensor) -> torch.Tensor:
-        if (name := self._bare.get(storage_key(target))) is None:
+    def _held(self, bare: dict[int, str], target: torch.Tensor) -> torch.Tensor:
+        if (name := bare.get(storage_key(target))) is None:
             return target
         weight = self.model.get_parameter(name).t()  # in the order that it arrived in
         place = weight.storage_offset() + target.storage_offset()
@@ -412,6 +485,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     def _forget(self) -> None:
         self._planned: LoadPlan | None = None
         self._staged_plan: LoadPlan | None = None
+        self._writes: Writes | None = None
         self.is_checked = False  # by writes from outside
         self._buffers: list[torch.Tensor] = []
         self._bound: dict[LoadPlan, list[buckets.BoundBucket]] = {}
@@ -467,12 +541,14 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         by_reload = audit.checksum(self.model.named_parameters())
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             what = f"left other values than a reload in {len(wrong)} parameters: {first_few(wrong)}"
-        elif self._planned is not None and not self._planned.is_of(self.model):
+        elif (plan := self._writes.live if self._writes else self._planned) is not None and (
+            not plan.is_of(self.model)
+        ):
             what = "writes to tensors that a reload replaces"
         else:
             self._agrees = True
             return
-        self._planned = self._staged_plan = None
+        self._planned = self._staged_plan = self._writes = None
         self._distrust = self.path_reason = f"the plan {what}"
 
 

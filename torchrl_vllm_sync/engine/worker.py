@@ -285,10 +285,10 @@ class SyncWorkerExtension:
         """Serves what was written; no step may run meanwhile."""
         self._sync_touched, begin = True, time.perf_counter()
         receiver = self._sync_receiver()
-        receiver.take_written(run_id, numbers[receiver.rank_in_replica])
+        path = receiver.take_written(run_id, numbers[receiver.rank_in_replica])
         seconds = time.perf_counter() - begin
         about = {"seconds": seconds, "computed": self._sync_computed()}
-        return {"num_tensors": 0, **receiver.path_taken, **about}
+        return {"num_tensors": 0, **path, **about}
 
     @answered
     def sync_settle(self) -> None:
@@ -307,7 +307,7 @@ class SyncWorkerExtension:
             spare_generators(self.model_runner)
         receiver, why = self.weight_transfer_engine, NOT_STAGED
         if isinstance(receiver, BroadcastReceiver) and receiver.config.backend != BROADCAST_BACKEND:
-            why = receiver.staging_refusal or why_not_a_plan(self.vllm_config)
+            why = receiver.why_not_written()
         return device_uuid(self.device), device_name(self.device), why
 
     def sync_leave(self) -> None:

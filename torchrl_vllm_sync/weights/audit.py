@@ -18,9 +18,11 @@ from torchrl_vllm_sync.weights.module import (
     OfLast,
     ParamMeta,
     checked,
+    fp8_scale,
     is_peft,
     local,
     metadata_digest,
+    to_fp8,
     to_json,
 )
 from torchrl_vllm_sync.weights.snapshots import data_file
@@ -267,14 +269,8 @@ class Slice(NamedTuple):
 
 def _quantised(parts: dict[Slice, torch.Tensor], scale: Slice) -> dict[Slice, torch.Tensor]:
     """What vLLM makes of weights that share a scale of fp8, bit by bit, and that scale."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    greatest = torch.stack([one.abs().max().float() for one in parts.values()]).max()
-    value = greatest / torch.full_like(greatest, limit)  # a number would be multiplied by
-    found = {
-        name: (one.float() * value.reciprocal()).clamp(-limit, limit).to(torch.float8_e4m3fn)
-        for name, one in parts.items()
-    }
-    return {**found, scale: value.reshape(1)}
+    value = fp8_scale(torch.stack([one.abs().max() for one in parts.values()]).max())
+    return {name: to_fp8(one, value) for name, one in parts.items()} | {scale: value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

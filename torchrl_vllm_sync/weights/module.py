@@ -193,6 +193,28 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+# ---- Quantised
+
+
+def fp8_scale(greatest: torch.Tensor) -> torch.Tensor:
+    """The scale that vLLM gives weights of this greatest absolute value, of one element."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    greatest = greatest.float().reshape(1)
+    return greatest / torch.full_like(greatest, limit)  # a number would be multiplied by
+
+
+def to_fp8(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What vLLM makes of a matrix, bit by bit: by its kernel, or on CPUs, which have none."""
+    if matrix.is_cuda:
+        from vllm import _custom_ops
+
+        return _custom_ops.scaled_fp8_quant(matrix.contiguous(), scale)[0]
+    limit = torch.full_like(scale, torch.finfo(torch.float8_e4m3fn).max)
+    scaled = matrix.float() * scale.reciprocal()
+    # Of zeros with a scale of zero the kernel makes the greatest, too, and no NaN.
+    return torch.fmax(torch.fmin(scaled, limit), -limit).to(torch.float8_e4m3fn)
+
+
 def is_peft(module: torch.nn.Module) -> bool:
     # Sharding makes a class of its own of it.
     return any(one.__module__.startswith("peft.") for one in type(module).__mro__)

@@ -83,7 +83,7 @@ class Worker:
             name, begin = origins[row[0]].sources[0], origins[row[0]].begin
             cut, found = cuts[name], None
             moved = [name, row[1] + (begin or 0), *row[2:]]
-            if begin is not None and cut is not None:
+            if begin is not None and cut is not None and not row[7:]:
                 found = writes.parts(moved, cut)
             if found is None:
                 self.rows.append(row)

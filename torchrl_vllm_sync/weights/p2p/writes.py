@@ -19,11 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
-from torchrl_vllm_sync.weights.module import place_of, storage_key
+from torchrl_vllm_sync.weights.module import fp8_scale, place_of, storage_key, to_fp8
 from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, device_of
 
 # As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
 # stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
+# Of what is quantised also the arguments of ``Quantised``, with the scale's place.
 Row = list[Any]
 Named = tuple[str, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]  # what is read, and where it is written to
@@ -182,6 +183,38 @@ class Mapped:
         self.shards.let_go()
 
 
+class Quantised:
+    """Weights that are quantised to fp8 with one scale, as vLLM would when they arrive.
+
+    It casts them to ``dtype`` before; the scale is that of the whole tensors, or of the parts.
+    """
+
+    def __init__(self, scale: torch.Tensor, dtype: str, of_whole: bool) -> None:
+        self._scale, self._dtype, self._of_whole = scale, getattr(torch, dtype), of_whole
+        self._targets: list[torch.Tensor] = []
+        # What has arrived, and its greatest absolute value, by the number of its target.
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, target: torch.Tensor) -> int:
+        self._targets.append(target)
+        return len(self._targets) - 1
+
+    def begin(self) -> None:
+        """Forgets what came of a push that broke off."""
+        self._arrived.clear()
+
+    def take(self, number: int, dense: torch.Tensor, part: torch.Tensor) -> Iterator[Pair]:
+        """Takes a part of a tensor; yields all with the last one."""
+        greatest = torch.linalg.vector_norm(dense if self._of_whole else part, torch.inf)
+        self._arrived[number] = part.to(self._dtype), greatest.to(self._dtype)
+        if len(self._arrived) < len(self._targets):
+            return
+        scale = fp8_scale(torch.stack([one for _, one in self._arrived.values()]).max())
+        yield scale, self._scale
+        for at, target in enumerate(self._targets):
+            yield to_fp8(self._arrived.pop(at)[0], scale), target
+
+
 class Places:
     """Where in a memory parts of tensors go."""
 
@@ -190,18 +223,34 @@ class Places:
         self.layout = hash(msgspec.msgpack.encode(rows))
         self._data = memory.data
         self.copies: dict[str, list[TensorCopy]] = {}  # by name of the tensor
-        for name, offset, shape, stride, dtype_name, place, target_stride in rows:
+        self._quantised: dict[str, list[tuple[TensorCopy, Quantised, int]]] = {}
+        groups: dict[int, Quantised] = {}
+        for name, offset, shape, stride, dtype_name, place, target_stride, *how in rows:
             dtype = getattr(torch, dtype_name)
             target = self._place(dtype, shape, target_stride, place // dtype.itemsize)
             copy = TensorCopy(name, offset, shape, stride, target)
-            self.copies.setdefault(name, []).append(copy)
+            if not how:
+                self.copies.setdefault(name, []).append(copy)
+                continue
+            at, *about = how
+            if at not in groups:
+                scale = self._place(torch.float32, (1,), (1,), at // torch.float32.itemsize)
+                groups[at] = Quantised(scale, *about)
+            number = groups[at].add(target)
+            self._quantised.setdefault(name, []).append((copy, groups[at], number))
+        self._groups = groups.values()
         self.let_go()
+
+    def begin(self) -> None:
+        """Begins a push."""
+        for one in self._groups:
+            one.begin()
 
     def let_go(self) -> None:
         self._tensors: list[Named] = []  # that were bound last
         self._at: list[Any] = []  # where they were
         self._pairs: list[Pair] = []
-        self._loose: list[Named] = []  # those that are no range of their memory
+        self._loose: list[Named] = []  # those that are read anew each time
 
     def bind(self, tensors: list[Named], device: torch.device) -> None:
         """Works out what is written of tensors, unless they are where those of the last call were.
@@ -214,11 +263,15 @@ class Places:
             check_place(name, tensor, device)
         at = [(name, *place_of(one)) for name, one in tensors]
         if at != self._at:
-            dense = [one for one in tensors if one[1].is_contiguous()]
-            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
+            fixed = [one for one in tensors if self._is_fixed(*one)]
+            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in fixed)))
             self._pairs = [pair for pair in pairs if place_of(pair[0]) != place_of(pair[1])]
-            self._loose = [one for one in tensors if not one[1].is_contiguous()]
+            self._loose = [one for one in tensors if not self._is_fixed(*one)]
         self._tensors, self._at = tensors, at
+
+    def _is_fixed(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the same memory is copied as it is at each push."""
+        return tensor.is_contiguous() and name not in self._quantised
 
     def bound(self) -> Iterator[Pair]:
         """Yields what is written of the bound tensors."""
@@ -264,8 +317,14 @@ class Places:
 
     def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
         for one in self.copies.get(name, ()):
-            begin = dense.storage_offset() + one.offset
-            yield dense.detach().as_strided(one.shape, one.stride, begin), one.target
+            yield _part(dense, one), one.target
+        for one, group, number in self._quantised.get(name, ()):
+            yield from group.take(number, dense, _part(dense, one))
+
+
+def _part(dense: torch.Tensor, copy: TensorCopy) -> torch.Tensor:
+    begin = dense.storage_offset() + copy.offset
+    return dense.detach().as_strided(copy.shape, copy.stride, begin)
 
 
 def _span(tensor: torch.Tensor) -> range:
@@ -326,6 +385,8 @@ def write(tensors: Iterable[Named], places: Collection[Places], device: torch.de
     """
     with _apart(device, device):
         chains = _chains(places, device)
+        for chain in chains:
+            chain.first.begin()
         if isinstance(tensors, list):
             for chain in chains:
                 chain.first.bind(tensors, device)

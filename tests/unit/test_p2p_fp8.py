@@ -1,0 +1,207 @@
+"""Writes into vLLM's models of fp8 without a GPU: bit by bit what its own quantisation makes."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.fakes.engine import BareUpdates
+from tests.fakes.weights import send
+from tests.unit import test_broadcast_receiver as broadcast
+from tests.unit.test_audit import quantise
+from tests.unit.test_p2p import CPU, Replica
+from tests.unit.vllm_models import VllmModels, single_process_group
+from torchrl_vllm_sync import P2PTransport
+from torchrl_vllm_sync.engine import receiver
+from torchrl_vllm_sync.engine.args import SHARED_BACKEND, STAGED_BACKEND
+from torchrl_vllm_sync.engine.arrivals import Arrivals
+from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
+from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
+from torchrl_vllm_sync.weights.module import fp8_scale, to_fp8
+from torchrl_vllm_sync.weights.source import MappingSource
+
+# The greatest value of each layer, in the part of the last worker.
+GREATEST = 7.25
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed(tmp_path_factory):
+    with single_process_group(tmp_path_factory.mktemp("group")):
+        yield
+
+
+class InTurn(BareUpdates):
+    """Calls workers one after the other, as the rank that each is."""
+
+    async def call_workers(self, method, *args, timeout_s, what=""):
+        del timeout_s, what
+        found = []
+        for worker in self.workers:
+            with worker.models.active(), torch.no_grad():
+                found.append(getattr(worker, method)(*args))
+        return found
+
+
+class World:
+    """One replica, whose workers have quantised a checkpoint as it arrived."""
+
+    def __init__(self, directory, monkeypatch, size, *, backend=STAGED_BACKEND, whole=True):
+        from vllm import _custom_ops
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu
+        from vllm.model_executor.layers.quantization.online import fp8
+
+        monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantise)
+        kernel = cpu.CPUFp8PerTensorScaledMMLinearKernel  # which packs weights
+        monkeypatch.setattr(kernel, "process_weights_after_loading", lambda *_: None)
+        monkeypatch.setattr(receiver, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        # There is no group of workers to take the greatest of.
+        self.greatest, self.whole = GREATEST, whole
+        monkeypatch.setattr(receiver, "SCALES_ARE_OF_ALL_WORKERS", whole)
+        monkeypatch.setattr(fp8, "amax_for_tp_weight_quant", self.of_all)
+        monkeypatch.setattr(receiver, "reload_model", self.reload)
+        self.models = [
+            VllmModels(directory, "qwen2-tied", rank, size, quantization="fp8")
+            for rank in range(size)
+        ]
+        self.metadata = checkpoint_metadata(self.models[0].model_config)
+        self.loaded = [self.load(models, self.checkpoint(0)) for models in self.models]
+        self.workers = []
+        for models, model in zip(self.models, self.loaded, strict=True):
+            config = SimpleNamespace(backend=backend)
+            with models.active():
+                made = receiver.BroadcastReceiver(config, models.vllm_config, CPU, model)
+            made.parallel_config = SimpleNamespace(
+                data_parallel_index=0, world_size=size, rank=models.rank
+            )
+            worker = SyncWorkerExtension()
+            worker.execute_model, worker.models = None, models
+            worker.weight_transfer_engine, worker.vllm_config = made, models.vllm_config
+            self.workers.append(worker)
+        replica = Replica("0", self.workers)
+        replica.loads = Arrivals(InTurn(self.workers), list)
+        self.client = broadcast.Client([replica])
+
+    def of_all(self, amax, is_sharded):
+        return torch.full_like(amax, self.greatest) if is_sharded and self.whole else amax
+
+    def checkpoint(self, seed, scale=1.0):
+        generator, found = torch.Generator().manual_seed(seed), {}
+        for meta in self.metadata:
+            one = torch.randn(meta.shape, generator=generator).clamp(-4, 4)
+            if one.dim() == 2:
+                one[-1, -1] = GREATEST
+            found[meta.name] = (one * scale).to(meta.dtype)
+        return found
+
+    def load(self, models, checkpoint):
+        from vllm.model_executor.model_loader import reload
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        with set_default_torch_dtype(torch.bfloat16):
+            model = models.build(fill=-1.0)
+            reload.record_metadata_for_reloading(model)
+            models.load(model, checkpoint)
+            reload.finalize_layerwise_processing(model, models.model_config)
+        return model
+
+    def reload(self, model, vllm_config, weights):
+        self.greatest, before = 448.0, self.greatest  # of what a reload of fp8's values is given
+        reload_model(model, vllm_config, weights)
+        self.greatest = before
+
+    def push(self, transport, checkpoint, version):
+        return broadcast.only(send(transport, self.client, MappingSource(checkpoint), version))
+
+    def differences(self, checkpoint):
+        """Names of parameters that are not, bit by bit, what vLLM's loading makes."""
+        found = set()
+        for models, model in zip(self.models, self.loaded, strict=True):
+            wanted = dict(self.load(models, checkpoint).named_parameters())
+            for name, one in model.named_parameters():
+                bits = [
+                    each.detach().contiguous().view(torch.uint8) for each in (one, wanted[name])
+                ]
+                if not torch.equal(*bits):
+                    found.add(name)
+        return found
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return lambda *args, **options: World(tmp_path, monkeypatch, *args, **options)
+
+
+@pytest.fixture
+def transport():
+    with contextlib.closing(P2PTransport()) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("size", "whole"), [(1, True), (2, True), (2, False)])
+def test_what_is_written_is_what_vllm_would_make_of_it(world, transport, size, whole):
+    here = world(size, whole=whole)
+    for version in (1, 2, 3):  # two memories take turns
+        here.greatest = GREATEST * version
+        checkpoint = here.checkpoint(seed=version, scale=version)
+        one = here.push(transport, checkpoint, version)
+        assert (one.error, one.version, one.path, one.path_reason) == ("", version, "plan", "")
+        assert here.differences(checkpoint) == set()
+        here.greatest = GREATEST
+        other = here.differences(here.checkpoint(seed=version))
+        assert ("model.layers.0.mlp.down_proj.weight_scale" in other) == (version > 1)
+
+
+def test_scales_of_parts_are_not_those_of_whole_layers(world, transport, monkeypatch):
+    here = world(2, whole=True)
+    monkeypatch.setattr(receiver, "SCALES_ARE_OF_ALL_WORKERS", False)
+    checkpoint = here.checkpoint(seed=1)
+    here.push(transport, checkpoint, 1)
+    assert "model.layers.0.mlp.down_proj.weight_scale" in here.differences(checkpoint)
+
+
+def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(world, transport):
+    here = world(1)
+    here.push(transport, here.checkpoint(seed=1), 1)
+    (worker,) = transport._workers["0"]
+    places, first = worker.used.copies, here.checkpoint(seed=2)
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    list(places.pairs(name.format("q"), first[name.format("q")]))  # and there it broke off
+    checkpoint = here.checkpoint(seed=3)
+    backwards = dict(reversed(checkpoint.items()))
+    assert here.push(transport, backwards, 2).version == 2
+    assert here.differences(checkpoint) == set()
+
+
+def test_a_plan_that_loses_a_part_is_noticed_and_not_served(world, transport):
+    here = world(1)
+    made = here.workers[0].weight_transfer_engine
+    made.plan_writes(here.metadata)
+    for plan in (made._writes.live, made._writes.spare):
+        one, other = (at for at, copy in enumerate(plan.copies) if "input_layernorm" in copy.name)
+        plan.copies[one] = plan.copies[other]
+    one = here.push(transport, here.checkpoint(seed=1), 1)
+    assert one.version is None
+    assert "the plan left other values than a reload" in one.error
+
+
+def test_what_is_quantised_otherwise_says_so(world, transport):
+    here = world(1)
+    made = here.workers[0].weight_transfer_engine
+    assert made.why_not_written() == ""
+    layer = here.loaded[0].get_submodule("model.layers.0.self_attn.qkv_proj")
+    layer.weight_scale.data = layer.weight_scale.data.repeat(2)
+    assert "qkv_proj.weight has more than one scale" in made.why_not_written()
+    one = here.push(transport, here.checkpoint(seed=1), 1)
+    assert "qkv_proj.weight has more than one scale" in one.error
+
+
+def test_weights_that_are_quantised_are_not_shared(world):
+    made = world(1, backend=SHARED_BACKEND).workers[0].weight_transfer_engine
+    assert "a trainer has no use of its weights' memory" in made.why_not_written()
+
+
+def test_zeros_become_what_the_kernel_makes_of_them():
+    scale = fp8_scale(torch.zeros(()))
+    assert to_fp8(torch.zeros(2, 2), scale).float().tolist() == [[448.0, 448.0]] * 2
+    assert scale.tolist() == [0.0]
