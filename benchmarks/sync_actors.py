@@ -91,11 +91,12 @@ def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
 
 
 def own_device() -> torch.device:
-    """Returns the GPU of this actor, which is the current one from now on, or the CPU."""
-    if not (gpus := ray.get_gpu_ids()):
+    """Returns the GPU of this actor, else the first, which is the current one from now on."""
+    if not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(int(gpus[0]))
-    return torch.device("cuda", int(gpus[0]))
+    device = torch.device("cuda", int((ray.get_gpu_ids() or [0])[0]))
+    torch.cuda.set_device(device)
+    return device
 
 
 def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int) -> list[float]:

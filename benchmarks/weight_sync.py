@@ -16,7 +16,9 @@ With ``adapter`` among ``--systems`` the trainer has a LoRA adapter of rank 16, 
 pushes alone, to engines of its own, and the others merged.
 
 ``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
-``<model>-<replicas>-graphs`` where engines decode by CUDA graphs.
+``<model>-<replicas>-graphs`` where engines decode by CUDA graphs. With ``--quantization fp8`` the
+last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` the trainer is on
+the first of an engine's GPUs.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ PROBE = list(range(5, 69))
 # Seconds for which loaded engines are left alone before each push.
 QUIET_S = 0.3
 # bfloat16 carries 8 bits; the values compared are about -12 and differ by units between models.
-MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3}
+MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3, "fp8": 1.0}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,13 +75,15 @@ def main(argv: list[str] | None = None) -> int:
             receivers = args.replicas * args.tensor_parallel
             raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
         systems, kept = ([n for n in args.systems if (n == "adapter") is k] for k in (False, True))
-        trainer = Trainers(args.ranks, str(checkpoint), dtype, bool(kept), num_gpus=int(cuda))
+        num_gpus = int(cuda and not args.beside)
+        trainer = Trainers(args.ranks, str(checkpoint), dtype, bool(kept), num_gpus=num_gpus)
         for decode in args.decode:
             ranks = f"-fsdp{args.ranks}" if args.ranks > 1 else ""
             kind = "ep" if args.expert_parallel else "tp"
             sharded = f"{ranks}-{kind}{args.tensor_parallel}" if args.tensor_parallel > 1 else ranks
             graphs = "-graphs" if decode == "graphs" else ""
-            case = f"{args.model}-{args.replicas}{sharded}{graphs}"
+            how = "".join(f"-{one}" for one in (args.quantization, "beside" * args.beside) if one)
+            case = f"{args.model}-{args.replicas}{sharded}{how}{graphs}"
             recorder = Recorder(record_name("weight_sync", case))
             if raw:
                 what = {"system": "raw-nccl", "metric": "whole", "unit": "ms"}
@@ -114,6 +118,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer, sharded by FSDP2")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
     parser.add_argument("--expert-parallel", action="store_true", help="and data parallel instead")
+    parser.add_argument("--quantization", choices=("fp8",), help="of the engines, online")
+    parser.add_argument("--beside", action="store_true", help="the trainer, on a GPU of an engine")
     parser.add_argument("--decode", nargs="+", choices=("eager", "graphs"), default=["eager"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
@@ -139,6 +145,8 @@ def launch(
         "enable_lora": has_adapters,
         "max_lora_rank": LORA_RANK,
         "num_devices": args.tensor_parallel,
+        "quantization": args.quantization,
+        "gpu_memory_utilization": 0.6,  # of which the cache above is less
     }
     if args.expert_parallel:
         size = engine.pop("num_devices")
@@ -246,7 +254,7 @@ def compare(
     for index in range(args.replicas):
         difference = (answers(service, index)[0] - wanted).abs().mean().item()
         print(f"{system}, replica {index}: log-probabilities differ by {difference:.4g}")
-        most = MOST_DIFFERENCE[str(service.engine_args.dtype)]
+        most = MOST_DIFFERENCE[args.quantization or str(service.engine_args.dtype)]
         assert difference < most, f"replica {index} differs by {difference}"
 
 
@@ -255,7 +263,7 @@ def check(service: AsyncVLLM, trainer: Any, args: argparse.Namespace) -> None:
     before = [answers(service, index)[1] for index in range(args.replicas)]
     options = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
     (report,) = trainer.call("push", service, "broadcast", options, 1, timeout=200)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not args.quantization:
         assert report["plan"], "the plan's parameters are not those of a reload"
     for index, tokens in enumerate(before):
         assert answers(service, index)[1] == tokens, f"replica {index}: other tokens after a reload"

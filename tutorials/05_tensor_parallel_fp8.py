@@ -70,6 +70,7 @@ def parse_args(argv=None):
 def make_service(args, checkpoint, **engine):
     """Starts one engine; leaving the service's ``with`` block ends it."""
     engine |= {"num_devices": args.tensor_parallel, "quantization": args.quantization}
+    engine["stage_weights"] = args.quantization == "fp8"
     return small_service(checkpoint, args.engine_dtype, shared=args.shared, **engine)
 
 
