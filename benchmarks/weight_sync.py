@@ -261,8 +261,9 @@ def compare(
 def check(service: AsyncVLLM, trainer: Any, args: argparse.Namespace) -> None:
     """Compares the parameters and tokens of the last system's push with those of a reload."""
     before = [answers(service, index)[1] for index in range(args.replicas)]
-    options = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
-    (report,) = trainer.call("push", service, "broadcast", options, 1, timeout=200)
+    options: dict[str, Any] = {"verify": "always", "bucket_bytes": args.bucket_mib * 2**20}
+    other, options = ("memmap", {}) if args.beside else ("broadcast", options)  # NCCL needs its own
+    (report,) = trainer.call("push", service, other, options, 1, timeout=200)
     if torch.cuda.is_available() and not args.quantization:
         assert report["plan"], "the plan's parameters are not those of a reload"
     for index, tokens in enumerate(before):

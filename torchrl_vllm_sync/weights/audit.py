@@ -269,7 +269,7 @@ class Slice(NamedTuple):
 
 def _quantised(parts: dict[Slice, torch.Tensor], scale: Slice) -> dict[Slice, torch.Tensor]:
     """What vLLM makes of weights that share a scale of fp8, bit by bit, and that scale."""
-    value = fp8_scale(torch.stack([one.abs().max() for one in parts.values()]).max())
+    value = fp8_scale(torch.stack([one.abs().max() for one in parts.values()]).max().reshape(1))
     return {name: to_fp8(one, value) for name, one in parts.items()} | {scale: value}
 
 

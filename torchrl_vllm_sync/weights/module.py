@@ -197,9 +197,8 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def fp8_scale(greatest: torch.Tensor) -> torch.Tensor:
-    """The scale that vLLM gives weights of this greatest absolute value, of one element."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    greatest = greatest.float().reshape(1)
+    """The scales that vLLM gives weights of these greatest absolute values."""
+    greatest, limit = greatest.float(), torch.finfo(torch.float8_e4m3fn).max
     return greatest / torch.full_like(greatest, limit)  # a number would be multiplied by
 
 

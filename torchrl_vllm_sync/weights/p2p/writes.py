@@ -9,7 +9,7 @@ import math
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -190,29 +190,32 @@ class Quantised:
     """
 
     def __init__(self, scale: torch.Tensor, dtype: str, of_whole: bool) -> None:
-        self._scale, self._dtype, self._of_whole = scale, getattr(torch, dtype), of_whole
-        self._targets: list[torch.Tensor] = []
-        # What has arrived, and its greatest absolute value, by the number of its target.
-        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.scale, self.dtype, self._of_whole = scale, getattr(torch, dtype), of_whole
+        self.copies: list[TensorCopy] = []
+        self.arrived: dict[str, torch.Tensor] = {}  # of a push that comes one by one
 
-    def add(self, target: torch.Tensor) -> int:
-        self._targets.append(target)
-        return len(self._targets) - 1
+    def take(self, name: str, dense: torch.Tensor) -> bool:
+        """Keeps a tensor; returns whether it was the last."""
+        self.arrived[name] = dense
+        return self.arrived.keys() == {one.name for one in self.copies}
 
-    def begin(self) -> None:
-        """Forgets what came of a push that broke off."""
-        self._arrived.clear()
+    def parts(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
+        """What is quantised of these, each beside what its scale is found in."""
+        parts = [(one, _part(tensors[one.name], one)) for one in self.copies]
+        return [(one, tensors[copy.name] if self._of_whole else one) for copy, one in parts]
 
-    def take(self, number: int, dense: torch.Tensor, part: torch.Tensor) -> Iterator[Pair]:
-        """Takes a part of a tensor; yields all with the last one."""
-        greatest = torch.linalg.vector_norm(dense if self._of_whole else part, torch.inf)
-        self._arrived[number] = part.to(self._dtype), greatest.to(self._dtype)
-        if len(self._arrived) < len(self._targets):
-            return
-        scale = fp8_scale(torch.stack([one for _, one in self._arrived.values()]).max())
-        yield scale, self._scale
-        for at, target in enumerate(self._targets):
-            yield to_fp8(self._arrived.pop(at)[0], scale), target
+
+def quantised(groups: Sequence[tuple[Quantised, list[Pair]]]) -> Iterator[Pair]:
+    """Yields what is written of groups; by few calls, as what is launched would take longer."""
+    cast = [[(a.to(of.dtype), b.to(of.dtype)) for a, b in parts] for of, parts in groups]
+    measured = [torch.linalg.vector_norm(one, torch.inf) for parts in cast for _, one in parts]
+    greatest = torch.stack(measured).float()
+    lengths = torch.tensor([len(parts) for parts in cast], device=greatest.device)
+    scales = fp8_scale(torch.segment_reduce(greatest, "max", lengths=lengths)).split(1)
+    for (group, _), parts, scale in zip(groups, cast, scales, strict=True):
+        yield scale, group.scale
+        for copy, (part, _) in zip(group.copies, parts, strict=True):
+            yield to_fp8(part, scale), copy.target
 
 
 class Places:
@@ -223,8 +226,8 @@ class Places:
         self.layout = hash(msgspec.msgpack.encode(rows))
         self._data = memory.data
         self.copies: dict[str, list[TensorCopy]] = {}  # by name of the tensor
-        self._quantised: dict[str, list[tuple[TensorCopy, Quantised, int]]] = {}
-        groups: dict[int, Quantised] = {}
+        self._groups: dict[int, Quantised] = {}  # by the scale's place
+        self._groups_of: dict[str, list[Quantised]] = {}
         for name, offset, shape, stride, dtype_name, place, target_stride, *how in rows:
             dtype = getattr(torch, dtype_name)
             target = self._place(dtype, shape, target_stride, place // dtype.itemsize)
@@ -233,23 +236,24 @@ class Places:
                 self.copies.setdefault(name, []).append(copy)
                 continue
             at, *about = how
-            if at not in groups:
+            if at not in self._groups:
                 scale = self._place(torch.float32, (1,), (1,), at // torch.float32.itemsize)
-                groups[at] = Quantised(scale, *about)
-            number = groups[at].add(target)
-            self._quantised.setdefault(name, []).append((copy, groups[at], number))
-        self._groups = groups.values()
+                self._groups[at] = Quantised(scale, *about)
+            (group := self._groups[at]).copies.append(copy)
+            if group not in (of := self._groups_of.setdefault(name, [])):
+                of.append(group)
         self.let_go()
 
     def begin(self) -> None:
-        """Begins a push."""
-        for one in self._groups:
-            one.begin()
+        """Forgets what came one by one of a push that broke off."""
+        for one in self._groups.values():
+            one.arrived.clear()
 
     def let_go(self) -> None:
         self._tensors: list[Named] = []  # that were bound last
         self._at: list[Any] = []  # where they were
         self._pairs: list[Pair] = []
+        self._ready: list[tuple[Quantised, list[Pair]]] = []
         self._loose: list[Named] = []  # those that are read anew each time
 
     def bind(self, tensors: list[Named], device: torch.device) -> None:
@@ -263,19 +267,23 @@ class Places:
             check_place(name, tensor, device)
         at = [(name, *place_of(one)) for name, one in tensors]
         if at != self._at:
-            fixed = [one for one in tensors if self._is_fixed(*one)]
-            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in fixed)))
+            held = {name: one for name, one in tensors if name in self._groups_of}
+            is_fixed = all(one.is_contiguous() for one in held.values())
+            groups = self._groups.values() if held and is_fixed else ()
+            self._ready = [(one, one.parts(held)) for one in groups]
+            apart = held.keys()
+            plain = [one for one in tensors if one[0] not in apart]
+            dense = [one for one in plain if one[1].is_contiguous()]
+            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
             self._pairs = [pair for pair in pairs if place_of(pair[0]) != place_of(pair[1])]
-            self._loose = [one for one in tensors if not self._is_fixed(*one)]
+            self._loose = [one for one in plain if not one[1].is_contiguous()]
+            self._loose += () if is_fixed else held.items()
         self._tensors, self._at = tensors, at
-
-    def _is_fixed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the same memory is copied as it is at each push."""
-        return tensor.is_contiguous() and name not in self._quantised
 
     def bound(self) -> Iterator[Pair]:
         """Yields what is written of the bound tensors."""
         yield from self._pairs
+        yield from quantised(self._ready) if self._ready else ()
         for name, tensor in self._loose:
             yield from self.pairs(name, tensor.contiguous())
 
@@ -318,8 +326,10 @@ class Places:
     def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
         for one in self.copies.get(name, ()):
             yield _part(dense, one), one.target
-        for one, group, number in self._quantised.get(name, ()):
-            yield from group.take(number, dense, _part(dense, one))
+        for group in self._groups_of.get(name, ()):
+            if group.take(name, dense):
+                yield from quantised([(group, group.parts(group.arrived))])
+                group.arrived.clear()
 
 
 def _part(dense: torch.Tensor, copy: TensorCopy) -> torch.Tensor:
