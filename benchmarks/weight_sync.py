@@ -17,7 +17,7 @@ pushes alone, to engines of its own, and the others merged.
 
 ``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
 ``<model>-<replicas>-graphs`` where engines decode by CUDA graphs. With ``--quantization fp8`` the
-last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` the trainer is on
+last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` the trainer has
 the first of an engine's GPUs.
 """
 

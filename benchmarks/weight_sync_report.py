@@ -92,7 +92,7 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
         axes.set_yscale("log")
         axes.grid(axis="y", alpha=0.3)
         axes.set_xlim(-0.5, len(cases) - 0.5)
-        axes.set_xticks(range(len(cases)), cases)
+        axes.set_xticks(range(len(cases)), [one.replace("-graphs", "\ngraphs") for one in cases])
         axes.set_ylabel("pause of idle engines, ms")
         figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
 
