@@ -75,15 +75,16 @@ def main(argv: list[str] | None = None) -> int:
             receivers = args.replicas * args.tensor_parallel
             raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
         systems, kept = ([n for n in args.systems if (n == "adapter") is k] for k in (False, True))
-        num_gpus = int(cuda and not args.beside)
-        trainer = Trainers(args.ranks, str(checkpoint), dtype, bool(kept), num_gpus=num_gpus)
+        given = args.ranks, str(checkpoint), dtype, bool(kept)
+        trainer = Trainers(*given, num_gpus=int(cuda and not args.beside))
         for decode in args.decode:
-            ranks = f"-fsdp{args.ranks}" if args.ranks > 1 else ""
-            kind = "ep" if args.expert_parallel else "tp"
-            sharded = f"{ranks}-{kind}{args.tensor_parallel}" if args.tensor_parallel > 1 else ranks
-            graphs = "-graphs" if decode == "graphs" else ""
-            how = "".join(f"-{one}" for one in (args.quantization, "beside" * args.beside) if one)
-            case = f"{args.model}-{args.replicas}{sharded}{how}{graphs}"
+            ranks, size = args.ranks, args.tensor_parallel
+            sharded = (
+                f"fsdp{ranks}" * (ranks > 1),
+                f"{'te'[args.expert_parallel]}p{size}" * (size > 1),
+            )
+            how = args.quantization, "beside" * args.beside, decode.removeprefix("eager")
+            case = "-".join([args.model, str(args.replicas), *filter(None, (*sharded, *how))])
             recorder = Recorder(record_name("weight_sync", case))
             if raw:
                 what = {"system": "raw-nccl", "metric": "whole", "unit": "ms"}
@@ -149,14 +150,12 @@ def launch(
         "gpu_memory_utilization": 0.6,  # of which the cache above is less
     }
     if args.expert_parallel:
-        size = engine.pop("num_devices")
-        engine |= {"data_parallel_size": size, "enable_expert_parallel": True}
+        engine |= {"data_parallel_size": engine.pop("num_devices"), "enable_expert_parallel": True}
     if not torch.cuda.is_available():
         engine["worker_extension_cls"] = "tests.engine.plain_worker.PlainWorker"
-    if decode == "graphs":
-        engine["enforce_eager"] = False
-        if torch.cuda.is_available():
-            engine["compilation_config"] = GRAPHS
+    engine["enforce_eager"] = decode == "eager"
+    if decode == "graphs" and torch.cuda.is_available():
+        engine["compilation_config"] = GRAPHS
     return start(checkpoint, **engine)
 
 
