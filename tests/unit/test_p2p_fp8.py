@@ -21,7 +21,7 @@ from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.weights.module import fp8_scale, to_fp8
 from torchrl_vllm_sync.weights.source import MappingSource
 
-# The greatest value of each layer, in the part of the last worker.
+# The greatest value of each layer and row, in the part of the last worker.
 GREATEST = 7.25
 
 
@@ -46,7 +46,9 @@ class InTurn(BareUpdates):
 class World:
     """One replica, whose workers have quantised a checkpoint as it arrived."""
 
-    def __init__(self, directory, monkeypatch, size, *, backend=STAGED_BACKEND, whole=True):
+    def __init__(
+        self, directory, monkeypatch, size, *, backend=STAGED_BACKEND, whole=True, how="fp8"
+    ):
         from vllm import _custom_ops
         from vllm.model_executor.kernels.linear.scaled_mm import cpu
         from vllm.model_executor.layers.quantization.online import fp8
@@ -54,6 +56,10 @@ class World:
         monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantise)
         kernel = cpu.CPUFp8PerTensorScaledMMLinearKernel  # which packs weights
         monkeypatch.setattr(kernel, "process_weights_after_loading", lambda *_: None)
+        if how == "fp8_per_channel":  # of which there is none for CPUs
+            linear = SimpleNamespace(process_weights_after_loading=lambda _: None)
+            monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: linear)
+            monkeypatch.setattr(fp8, "expose_input_quant_key", lambda *_: None)
         monkeypatch.setattr(receiver, "current_platform", SimpleNamespace(is_cpu=lambda: False))
         # There is no group of workers to take the greatest of.
         self.greatest, self.whole = GREATEST, whole
@@ -61,7 +67,7 @@ class World:
         monkeypatch.setattr(fp8, "amax_for_tp_weight_quant", self.of_all)
         monkeypatch.setattr(receiver, "reload_model", self.reload)
         self.models = [
-            VllmModels(directory, "qwen2-tied", rank, size, quantization="fp8")
+            VllmModels(directory, "qwen2-tied", rank, size, quantization=how)
             for rank in range(size)
         ]
         self.metadata = checkpoint_metadata(self.models[0].model_config)
@@ -90,7 +96,7 @@ class World:
         for meta in self.metadata:
             one = torch.randn(meta.shape, generator=generator).clamp(-4, 4)
             if one.dim() == 2:
-                one[-1, -1] = GREATEST
+                one[:, -1] = GREATEST  # of each row, too
             found[meta.name] = (one * scale).to(meta.dtype)
         return found
 
@@ -138,9 +144,10 @@ def transport():
         yield made
 
 
+@pytest.mark.parametrize("how", ["fp8", "fp8_per_channel"])
 @pytest.mark.parametrize(("size", "whole"), [(1, True), (2, True), (2, False)])
-def test_what_is_written_is_what_vllm_would_make_of_it(world, transport, size, whole):
-    here = world(size, whole=whole)
+def test_what_is_written_is_what_vllm_would_make_of_it(world, transport, size, whole, how):
+    here = world(size, whole=whole, how=how)
     for version in (1, 2, 3):  # two memories take turns
         here.greatest = GREATEST * version
         checkpoint = here.checkpoint(seed=version, scale=version)
@@ -152,12 +159,25 @@ def test_what_is_written_is_what_vllm_would_make_of_it(world, transport, size, w
         assert ("model.layers.0.mlp.down_proj.weight_scale" in other) == (version > 1)
 
 
-def test_scales_of_parts_are_not_those_of_whole_layers(world, transport, monkeypatch):
-    here = world(2, whole=True)
+@pytest.mark.parametrize("how", ["fp8", "fp8_per_channel"])
+def test_scales_of_parts_are_not_those_of_whole_layers(world, transport, monkeypatch, how):
+    here = world(2, whole=True, how=how)
     monkeypatch.setattr(receiver, "SCALES_ARE_OF_ALL_WORKERS", False)
     checkpoint = here.checkpoint(seed=1)
     here.push(transport, checkpoint, 1)
     assert "model.layers.0.mlp.down_proj.weight_scale" in here.differences(checkpoint)
+
+
+def test_rows_of_next_to_nothing_are_no_fault(world, transport):
+    """The scale of a row is not less than a limit, so that its values do not reach to fp8's end."""
+    here = world(1, how="fp8_per_channel")
+    checkpoint = here.checkpoint(seed=1)
+    for one in checkpoint.values():
+        if one.dim() == 2:
+            one[0], one[1] = 0, one[1] * 1e-5
+    one = here.push(transport, checkpoint, 1)
+    assert (one.error, one.path) == ("", "plan")
+    assert here.differences(checkpoint) == set()
 
 
 def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(world, transport):
@@ -190,7 +210,7 @@ def test_what_is_quantised_otherwise_says_so(world, transport):
     made = here.workers[0].weight_transfer_engine
     assert made.why_not_written() == ""
     layer = here.loaded[0].get_submodule("model.layers.0.self_attn.qkv_proj")
-    layer.weight_scale.data = layer.weight_scale.data.repeat(2)
+    layer.weight_scale.data = layer.weight_scale.data.repeat(2)  # such as one a shard
     assert "qkv_proj.weight has more than one scale" in made.why_not_written()
     one = here.push(transport, here.checkpoint(seed=1), 1)
     assert "qkv_proj.weight has more than one scale" in one.error

@@ -228,10 +228,11 @@ SCALES_ARE_OF_ALL_WORKERS = "amax_for_tp_weight_quant" in vars(quant_utils)
 
 
 @contextlib.contextmanager
-def unquantised(model: torch.nn.Module) -> Iterator[dict[int, str]]:
+def unquantised(model: torch.nn.Module, *, by_row: bool = False) -> Iterator[dict[int, str]]:
     """Gives layers of fp8 back the weights that their loader expects, with no data.
 
-    By storage, what these are called: all that vLLM quantises as it arrives, with one scale each.
+    By storage, what these are called: all that vLLM quantises as it arrives, with one scale each
+    or, if that is allowed, one a row.
     """
     found: dict[int, str] = {}
     with _restored(model):
@@ -239,7 +240,8 @@ def unquantised(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             table = layer._parameters
             weight, scale = table.get("weight"), table.get("weight_scale")
             if weight is not None and weight.dtype == torch.float8_e4m3fn and scale is not None:
-                if scale.numel() > 1 or not weight.t().is_contiguous():
+                is_known = scale.numel() == 1 or (by_row and scale.shape == (weight.shape[1], 1))
+                if not (is_known and weight.t().is_contiguous()):
                     raise PlanNotPossibleError(f"{prefix}.weight has more than one scale")
                 kept = {name: table[name] for name in table.keys() - {"weight", "weight_scale"}}
                 on_meta.restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))

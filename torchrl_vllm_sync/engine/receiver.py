@@ -112,10 +112,6 @@ class Writes(NamedTuple):
     # before.
     quantised: dict[int, tuple[str, torch.dtype]]
 
-    @property
-    def scales(self) -> list[str]:
-        return sorted({f"{name}_scale" for name, _ in self.quantised.values()})
-
 
 def rank_in_replica(config: Any) -> int:
     """A worker's rank among those of its replica, data-parallel ones included."""
@@ -230,14 +226,19 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         plan, self._bare = self._recorded_bare(metadata)
         return plan
 
-    def _recorded_bare(self, metadata: Sequence[ParamMeta]) -> tuple[LoadPlan, dict[int, str]]:
+    def _recorded_bare(
+        self, metadata: Sequence[ParamMeta], *, by_row: bool = False
+    ) -> tuple[LoadPlan, dict[int, str]]:
         """A plan as before what is fp8 was quantised, and the names of that by storage."""
-        with set_current_vllm_config(self.vllm_config), unquantised(self.model) as bare:
+        with (
+            set_current_vllm_config(self.vllm_config),
+            unquantised(self.model, by_row=by_row) as bare,
+        ):
             return record_load_plan(self.model, metadata, bare), bare
 
     def _plan_quantised(self, metadata: Sequence[ParamMeta], arena: WeightArena) -> None:
         try:
-            plan, bare = self._recorded_bare(metadata)
+            plan, bare = self._recorded_bare(metadata, by_row=True)
         except PlanNotPossibleError as error:
             self.path_reason = f"{self.path_reason}; {error}"
             return
@@ -255,7 +256,7 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
         if (why := why_not_a_plan(self.vllm_config)) and self.config.backend == SHARED_BACKEND:
             return f"{why}: a trainer has no use of its weights' memory"
         try:
-            with unquantised(self.model) if why else contextlib.nullcontext():
+            with unquantised(self.model, by_row=True) if why else contextlib.nullcontext():
                 return ""
         except PlanNotPossibleError as error:
             return f"{why}; {error}"
@@ -357,8 +358,12 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
             dtype, how = dtype_name(target.dtype), ()
             if number in planned.quantised:
                 name, before = planned.quantised[number]
-                scale = arena.place(self.model.get_parameter(f"{name}_scale"))
-                how = scale, dtype_name(before), SCALES_ARE_OF_ALL_WORKERS
+                scale, shape = self.model.get_parameter(f"{name}_scale"), (1,)
+                if scale.numel() > 1:
+                    weight = self.model.get_parameter(name)
+                    begin = (target.storage_offset() - weight.storage_offset()) // len(weight)
+                    scale, shape = scale[begin:], (copy.shape[0], 1)
+                how = arena.place(scale), shape, dtype_name(before), SCALES_ARE_OF_ALL_WORKERS
             row = copy.name, copy.offset, tuple(copy.shape), tuple(copy.stride)
             writes.append((*row, dtype, place, tuple(target.stride()), *how))
         about = {"device": device_uuid(self.device), "is_shared": arena.is_shared}
@@ -396,25 +401,36 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
                 tensors = [(name, one.cpu()) for name, one in tensors]
             else:
                 self.arena.mirror()  # the plan reads from there, which a reload leaves alone
-            with self._scaled_by_one(planned.scales):
-                self._compare_with(lambda: reload_model(self.model, self.vllm_config, tensors))
+            clear = self._without_scales(planned)
+            self._compare_with(lambda: reload_model(self.model, self.vllm_config, tensors), clear)
             if self._distrust and planned.quantised:
                 raise TransferError(self._distrust)
+            if planned.quantised:
+                self.arena.restore()
             if self._distrust and any(one.isnan().any() for one in self.model.parameters()):
                 raise TransferError(f"{self._distrust}; some of the weights were not written")
         return {"path": "plan", "path_reason": ""} if self._writes else self.path_taken
 
-    @contextlib.contextmanager
-    def _scaled_by_one(self, scales: Sequence[str]) -> Iterator[None]:
-        """Meanwhile fp8 is what a reload makes of its values: the greatest is fp8's greatest."""
-        kept = {name: self.model.get_parameter(name).clone() for name in scales}
-        for name in kept:
-            self.model.get_parameter(name).fill_(1)
-        try:
-            yield
-        finally:
-            for name, scale in kept.items():
-                self.model.get_parameter(name).copy_(scale)
+    def _without_scales(self, planned: Writes) -> Callable[[], None]:
+        """Sets scales to 1, as a reload of fp8's values finds them: the greatest is fp8's greatest.
+
+        Returns what clears rows of which that is not so, before the reload and after it.
+        """
+        small: dict[str, torch.Tensor] = {}
+        for name in {name for name, _ in planned.quantised.values()}:
+            weight, scale = map(self.model.get_parameter, (name, f"{name}_scale"))
+            if scale.numel() > 1:
+                greatest = torch.linalg.vector_norm(weight.t().float(), torch.inf, 1)
+                small[name] = greatest < torch.finfo(weight.dtype).max
+            scale.fill_(1)
+
+        def clear() -> None:
+            for name, rows in small.items():
+                weight, scale = map(self.model.get_parameter, (name, f"{name}_scale"))
+                weight.t().view(torch.uint8)[rows] = 0
+                scale[rows] = 1
+
+        return clear
 
     # ---- Audits
 
@@ -534,10 +550,17 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
     def _reload(self, arrivals: Iterator[int]) -> None:
         reload_model(self.model, self.vllm_config, self._whole(arrivals))
 
-    def _compare_with(self, reload: Callable[[], object]) -> None:
-        """Gives the plan up if ``reload`` leaves other values, which are the right ones."""
+    def _compare_with(
+        self, reload: Callable[[], object], clear: Callable[[], object] = lambda: None
+    ) -> None:
+        """Gives the plan up if ``reload`` leaves other values, which are the right ones.
+
+        What ``clear`` sets on both sides is not compared.
+        """
+        clear()
         by_plan = audit.checksum(self.model.named_parameters())
         reload()
+        clear()
         by_reload = audit.checksum(self.model.named_parameters())
         if wrong := [name for name in by_reload if by_plan.get(name) != by_reload[name]]:
             what = f"left other values than a reload in {len(wrong)} parameters: {first_few(wrong)}"

@@ -195,6 +195,9 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 # ---- Quantised
 
+# Rows have a scale of this at least.
+LEAST_ROW_SCALE = 1 / (torch.finfo(torch.float8_e4m3fn).max * 512)
+
 
 def fp8_scale(greatest: torch.Tensor) -> torch.Tensor:
     """The scales that vLLM gives weights of these greatest absolute values."""
@@ -203,7 +206,13 @@ def fp8_scale(greatest: torch.Tensor) -> torch.Tensor:
 
 
 def to_fp8(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What vLLM makes of a matrix, bit by bit: by its kernel, or on CPUs, which have none."""
+    """What vLLM makes of a matrix, bit by bit: by its kernel, or on CPUs, which have none.
+
+    Of scales of rows, shaped ``(rows, 1)``, it takes no reciprocal, and the kernel does.
+    """
+    if scale.dim() > 1:
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        return (matrix.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
     if matrix.is_cuda:
         from vllm import _custom_ops
 

@@ -615,6 +615,11 @@ class WeightArena:
         self.open()
         self._spare.data.copy_(self._live.data)
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The other way round: what was mirrored is served again."""
+        self._live.data.copy_(self._spare.data)
+
     def begin(self, run_id: str) -> int:
         """Lets a run write; returns the number of the memory that it may write to."""
         if self._writer not in ("", run_id) and self.is_shared:

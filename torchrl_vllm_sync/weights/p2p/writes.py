@@ -19,12 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_vllm_sync.errors import WeightMismatchError
 from torchrl_vllm_sync.weights.broadcast.buckets import TensorCopy, merged_dims
-from torchrl_vllm_sync.weights.module import fp8_scale, place_of, storage_key, to_fp8
+from torchrl_vllm_sync.weights.module import (
+    LEAST_ROW_SCALE,
+    fp8_scale,
+    place_of,
+    storage_key,
+    to_fp8,
+)
 from torchrl_vllm_sync.weights.p2p.memory import Handover, MappedMemory, device_of
 
 # As a worker plans it, see ``BroadcastReceiver.plan_writes``: a tensor's name; offset, shape and
 # stride of a region in elements of it, contiguous; dtype, place in bytes and stride of the target.
-# Of what is quantised also the arguments of ``Quantised``, with the scale's place.
+# Of what is quantised also place and shape of the scales, and what ``Quantised`` takes besides.
 Row = list[Any]
 Named = tuple[str, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]  # what is read, and where it is written to
@@ -184,13 +190,14 @@ class Mapped:
 
 
 class Quantised:
-    """Weights that are quantised to fp8 with one scale, as vLLM would when they arrive.
+    """Weights that are quantised to fp8 with one scale, or one a row, as vLLM would on arrival.
 
     It casts them to ``dtype`` before; the scale is that of the whole tensors, or of the parts.
     """
 
     def __init__(self, scale: torch.Tensor, dtype: str, of_whole: bool) -> None:
         self.scale, self.dtype, self._of_whole = scale, getattr(torch, dtype), of_whole
+        self.by_row = scale.dim() > 1  # of a single part
         self.copies: list[TensorCopy] = []
         self.arrived: dict[str, torch.Tensor] = {}  # of a push that comes one by one
 
@@ -202,11 +209,27 @@ class Quantised:
     def parts(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
         """What is quantised of these, each beside what its scale is found in."""
         parts = [(one, _part(tensors[one.name], one)) for one in self.copies]
-        return [(one, tensors[copy.name] if self._of_whole else one) for copy, one in parts]
+        return [
+            (one, self._whole(tensors[of.name], of) if self._of_whole else one) for of, one in parts
+        ]
+
+    def _whole(self, dense: torch.Tensor, copy: TensorCopy) -> torch.Tensor:
+        if not self.by_row:
+            return dense
+        return dense.narrow(0, copy.offset // dense.stride(0), copy.shape[0])
 
 
 def quantised(groups: Sequence[tuple[Quantised, list[Pair]]]) -> Iterator[Pair]:
     """Yields what is written of groups; by few calls, as what is launched would take longer."""
+    for group, parts in (one for one in groups if one[0].by_row):
+        for copy, (part, of) in zip(group.copies, parts, strict=True):
+            greatest = torch.linalg.vector_norm(of.to(group.dtype), torch.inf, 1, keepdim=True)
+            scale = fp8_scale(greatest).clamp_min(LEAST_ROW_SCALE)
+            yield scale, group.scale
+            yield to_fp8(part.to(group.dtype), scale), copy.target
+    groups = [one for one in groups if not one[0].by_row]
+    if not groups:
+        return
     cast = [[(a.to(of.dtype), b.to(of.dtype)) for a, b in parts] for of, parts in groups]
     measured = [torch.linalg.vector_norm(one, torch.inf) for parts in cast for _, one in parts]
     greatest = torch.stack(measured).float()
@@ -235,9 +258,10 @@ class Places:
             if not how:
                 self.copies.setdefault(name, []).append(copy)
                 continue
-            at, *about = how
+            at, scales, *about = how
             if at not in self._groups:
-                scale = self._place(torch.float32, (1,), (1,), at // torch.float32.itemsize)
+                stride = (1,) * len(scales)
+                scale = self._place(torch.float32, scales, stride, at // torch.float32.itemsize)
                 self._groups[at] = Quantised(scale, *about)
             (group := self._groups[at]).copies.append(copy)
             if group not in (of := self._groups_of.setdefault(name, [])):
@@ -283,7 +307,7 @@ class Places:
     def bound(self) -> Iterator[Pair]:
         """Yields what is written of the bound tensors."""
         yield from self._pairs
-        yield from quantised(self._ready) if self._ready else ()
+        yield from quantised(self._ready)
         for name, tensor in self._loose:
             yield from self.pairs(name, tensor.contiguous())
 
