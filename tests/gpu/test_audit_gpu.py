@@ -17,7 +17,7 @@ from tests.engine.checks import perturbed
 from tests.engine.conftest import ENGINE as CPU_ENGINE
 from tests.engine.test_audit import DOWN, HEAD, QKV, change, found, one_bit, swap
 from tests.gpu.test_ipc_gpu import ENGINE as GPU_ENGINE
-from tests.gpu.test_ipc_gpu import service_beside
+from tests.gpu.test_ipc_gpu import engine_log_probs, service_beside
 from torchrl_vllm_sync import AsyncVLLM, MemmapTransport, P2PTransport, errors
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, make_tiny_tokenizer
 
@@ -219,6 +219,22 @@ def test_a_stale_scale_of_fp8_is_named(start, checkpoints):
     service.push_weights(perturbed(model, seed=1), audit=True)
     change(service, 0, scale, before)
     assert [one.name for one in found(service, model)] == [scale]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["fp8", "fp8_per_channel"])
+def test_what_a_trainer_quantised_computes_as_what_vllm_did(start, checkpoints, how):
+    service, transport = start(checkpoints[0], quantization=how, stage_weights=True), P2PTransport()
+    own, answers = trained(checkpoints[0]), []
+    for seed in (1, 2, 3):  # two memories take turns
+        model = perturbed(own, seed=seed)
+        (replica,) = service.push_weights(model, transport=transport).replicas
+        assert (replica.path, replica.path_reason) == ("plan", "")
+        by_trainer = engine_log_probs(service)
+        service.push_weights(model, transport=MemmapTransport())  # which vLLM reloads
+        assert torch.equal(by_trainer, engine_log_probs(service))
+        answers.append(by_trainer)
+    assert all((one - answers[0]).abs().mean() > 0.01 for one in answers[1:])
 
 
 @pytest.mark.multigpu if ON_GPU else pytest.mark.slow

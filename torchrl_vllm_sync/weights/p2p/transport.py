@@ -124,8 +124,8 @@ class P2PTransport:
 
     The engines do nothing while weights arrive. They must be on this host, on GPUs that the
     trainer's reaches, or on CPUs as the trainer is, and launched with ``stage_weights=True``; and a
-    load plan must be possible for their model. What they hold in fp8 with one scale a layer or row is
-    quantised on the trainer, as vLLM would, bit by bit.
+    load plan must be possible for their model. What they hold in fp8, with one scale a layer or a
+    row, is quantised on the trainer, as vLLM would, bit by bit.
 
     Of a model under FSDP2 every rank writes what it holds, and nothing is gathered, except for
     tensors that are computed from others or not cut along one dimension, and if a rank is on
