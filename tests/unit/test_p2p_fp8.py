@@ -168,6 +168,20 @@ def test_scales_of_parts_are_not_those_of_whole_layers(world, transport, monkeyp
     assert "model.layers.0.mlp.down_proj.weight_scale" in here.differences(checkpoint)
 
 
+def test_tensors_that_are_no_range_of_memory_arrive_and_so_do_those_that_are_again(
+    world, transport
+):
+    here = world(1)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for version, strided in enumerate([False, True, False], 1):
+        checkpoint = here.checkpoint(seed=version)
+        sent = {**checkpoint}
+        if strided:
+            sent[name] = checkpoint[name].t().contiguous().t()
+        assert here.push(transport, sent, version).version == version
+        assert here.differences(checkpoint) == set()
+
+
 def test_rows_of_next_to_nothing_are_no_fault(world, transport):
     """The scale of a row is not less than a limit, so that its values do not reach to fp8's end."""
     here = world(1, how="fp8_per_channel")

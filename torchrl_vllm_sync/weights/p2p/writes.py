@@ -291,17 +291,16 @@ class Places:
             check_place(name, tensor, device)
         at = [(name, *place_of(one)) for name, one in tensors]
         if at != self._at:
+            loose = {name for name, one in tensors if not one.is_contiguous()}
             held = {name: one for name, one in tensors if name in self._groups_of}
-            is_fixed = all(one.is_contiguous() for one in held.values())
-            groups = self._groups.values() if held and is_fixed else ()
+            if loose & held.keys():  # what goes with these has to wait for them
+                loose |= held.keys()
+            groups = self._groups.values() if held.keys() - loose else ()
             self._ready = [(one, one.parts(held)) for one in groups]
-            apart = held.keys()
-            plain = [one for one in tensors if one[0] not in apart]
-            dense = [one for one in plain if one[1].is_contiguous()]
-            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
+            dense = (self._plain(*one) for one in tensors if one[0] not in loose)
+            pairs = _joined(itertools.chain(*dense))
             self._pairs = [pair for pair in pairs if place_of(pair[0]) != place_of(pair[1])]
-            self._loose = [one for one in plain if not one[1].is_contiguous()]
-            self._loose += () if is_fixed else held.items()
+            self._loose = [one for one in tensors if one[0] in loose]
         self._tensors, self._at = tensors, at
 
     def bound(self) -> Iterator[Pair]:
@@ -347,9 +346,12 @@ class Places:
                 begin = target.storage_offset() + skipped
                 yield tensor, target.as_strided(tensor.shape, tensor.stride(), begin)
 
-    def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
+    def _plain(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
         for one in self.copies.get(name, ()):
             yield _part(dense, one), one.target
+
+    def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
+        yield from self._plain(name, dense)
         for group in self._groups_of.get(name, ()):
             if group.take(name, dense):
                 yield from quantised([(group, group.parts(group.arrived))])
