@@ -195,9 +195,12 @@ class Quantised:
         self.arrived: dict[str, torch.Tensor] = {}  # of a push that comes one by one
 
     def take(self, name: str, dense: torch.Tensor) -> bool:
-        """Keeps a tensor; returns whether it was the last."""
+        """Keeps a tensor, which may change before the next comes; whether it was the last."""
         self.arrived[name] = dense
-        return self.arrived.keys() == {one.name for one in self.copies}
+        if self.arrived.keys() == {one.name for one in self.copies}:
+            return True
+        self.arrived[name] = dense.to(self.dtype, copy=True)
+        return False
 
     def parts(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
         """What is quantised of these, each beside what its scale is found in."""
@@ -206,16 +209,18 @@ class Quantised:
 
 
 def quantised(groups: Sequence[tuple[Quantised, list[Pair]]]) -> Iterator[Pair]:
-    """Yields what is written of groups; by few calls, as what is launched would take longer."""
-    cast = [[(a.to(of.dtype), b.to(of.dtype)) for a, b in parts] for of, parts in groups]
-    measured = [torch.linalg.vector_norm(one, torch.inf) for parts in cast for _, one in parts]
-    greatest = torch.stack(measured).float()
-    lengths = torch.tensor([len(parts) for parts in cast], device=greatest.device)
+    """Yields what is written of groups; by few calls, as what is launched would take longer.
+
+    What is cast is not kept: of a model in another dtype that would be a second one.
+    """
+    cast = (one.to(of.dtype) for of, parts in groups for _, one in parts)
+    greatest = torch.stack([torch.linalg.vector_norm(one, torch.inf) for one in cast]).float()
+    lengths = torch.tensor([len(parts) for _, parts in groups], device=greatest.device)
     scales = fp8_scale(torch.segment_reduce(greatest, "max", lengths=lengths)).split(1)
-    for (group, _), parts, scale in zip(groups, cast, scales, strict=True):
+    for (group, parts), scale in zip(groups, scales, strict=True):
         yield scale, group.scale
         for copy, (part, _) in zip(group.copies, parts, strict=True):
-            yield to_fp8(part, scale), copy.target
+            yield to_fp8(part.to(group.dtype), scale), copy.target
 
 
 class Places:
@@ -250,6 +255,7 @@ class Places:
             one.arrived.clear()
 
     def let_go(self) -> None:
+        self.begin()
         self._tensors: list[Named] = []  # that were bound last
         self._at: list[Any] = []  # where they were
         self._pairs: list[Pair] = []
@@ -271,13 +277,12 @@ class Places:
             is_fixed = all(one.is_contiguous() for one in held.values())
             groups = self._groups.values() if held and is_fixed else ()
             self._ready = [(one, one.parts(held)) for one in groups]
-            apart = held.keys()
-            plain = [one for one in tensors if one[0] not in apart]
-            dense = [one for one in plain if one[1].is_contiguous()]
-            pairs = _joined(itertools.chain(*(self.pairs(*one) for one in dense)))
+            apart = () if is_fixed else held.keys()
+            dense = [one for one in tensors if one[1].is_contiguous() and one[0] not in apart]
+            pairs = _joined(itertools.chain(*(self._plain(*one) for one in dense)))
             self._pairs = [pair for pair in pairs if place_of(pair[0]) != place_of(pair[1])]
-            self._loose = [one for one in plain if not one[1].is_contiguous()]
-            self._loose += () if is_fixed else held.items()
+            others = (one for one in tensors if not one[1].is_contiguous() or one[0] in apart)
+            self._loose = [*others]
         self._tensors, self._at = tensors, at
 
     def bound(self) -> Iterator[Pair]:
@@ -323,9 +328,12 @@ class Places:
                 begin = target.storage_offset() + skipped
                 yield tensor, target.as_strided(tensor.shape, tensor.stride(), begin)
 
-    def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
+    def _plain(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
         for one in self.copies.get(name, ()):
             yield _part(dense, one), one.target
+
+    def pairs(self, name: str, dense: torch.Tensor) -> Iterator[Pair]:
+        yield from self._plain(name, dense)
         for group in self._groups_of.get(name, ()):
             if group.take(name, dense):
                 yield from quantised([(group, group.parts(group.arrived))])
