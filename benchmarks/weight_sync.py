@@ -17,8 +17,8 @@ pushes alone, to engines of its own, and the others merged.
 
 ``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
 ``<model>-<replicas>-graphs`` where engines decode by CUDA graphs. With ``--quantization fp8`` the
-last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` the trainer is on
-the first of an engine's GPUs.
+last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` the trainer is
+on the first of an engine's GPUs.
 """
 
 from __future__ import annotations
