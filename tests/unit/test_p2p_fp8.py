@@ -266,6 +266,17 @@ def test_what_is_quantised_otherwise_says_so(world, transport):
     assert "qkv_proj.weight has more than one scale" in one.error
 
 
+def test_weights_that_kernels_pack_are_not_written(world):
+    """As Marlin's do: four of fp8 in each integer."""
+    here = world(1)
+    for layer in here.loaded[0].modules():
+        if getattr(layer, "weight_scale", None) is not None:
+            packed = torch.zeros(2, 8, dtype=torch.int32)
+            layer._parameters["weight"] = torch.nn.Parameter(packed, requires_grad=False)
+    made = here.workers[0].weight_transfer_engine
+    assert "none of its weights is held in fp8" in made.why_not_written()
+
+
 def test_weights_that_are_quantised_are_not_shared(world):
     made = world(1, backend=SHARED_BACKEND).workers[0].weight_transfer_engine
     assert "a trainer has no use of its weights' memory" in made.why_not_written()
