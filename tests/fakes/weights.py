@@ -8,6 +8,7 @@ from torchrl_vllm_sync import ReplicaState
 from torchrl_vllm_sync.replica import EngineDescription, EngineReport
 from torchrl_vllm_sync.weights.p2p.memory import MappedMemory, new_memory
 from torchrl_vllm_sync.weights.push import deliver, errors_of
+from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import Members, Push, Standing
 
 CPU = torch.device("cpu")
@@ -47,6 +48,18 @@ def mapped_memory(num_bytes, owner=None, *, where=CPU, device=CPU):
     mapped = MappedMemory(num_bytes, device, memory.export(), owner)
     memory.close()
     return mapped
+
+
+class OneRoom(MappingSource):
+    """A source that yields all its tensors in the same memory, one after the other."""
+
+    views = None
+
+    def __iter__(self):
+        room = torch.empty(max(one.numel() for one in self.tensors.values()), dtype=torch.bfloat16)
+        for name, tensor in self.tensors.items():
+            one = room[: tensor.numel()].view(tensor.shape)
+            yield name, one.copy_(tensor)
 
 
 class Answered:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fakes.engine import BareUpdates
+from tests.fakes.weights import OneRoom
 from tests.unit.vllm_models import VllmModels, make_checkpoint, single_process_group
 from torchrl_vllm_sync.engine import receiver
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
@@ -66,7 +67,8 @@ class World:
 
     def differences(self, checkpoint):
         self.auditor.plan({"0": "a"}, self.metadata, timeout_s=5)
-        found = self.auditor.compare(MappingSource(checkpoint), ["0"], timeout_s=5)
+        source = checkpoint if isinstance(checkpoint, MappingSource) else MappingSource(checkpoint)
+        found = self.auditor.compare(source, ["0"], timeout_s=5)
         assert not found.failures
         assert found.versions == {"0": 3}
         return found.differences
@@ -275,6 +277,11 @@ def test_weights_of_fp8_are_compared_after_a_reload_too(fp8):
     assert f"{QKV}.weight_scale" in found
     # Of whole tensors that are four times as large, only the scale is another.
     assert "model.layers.0.self_attn.q_proj.weight" not in found
+
+
+def test_parts_that_do_not_stay_are_compared_too(fp8):
+    here, checkpoint = fp8
+    assert here.differences(OneRoom(checkpoint)) == []
 
 
 def test_what_is_quantised_otherwise_is_not_compared(fp8):

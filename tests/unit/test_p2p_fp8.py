@@ -1,13 +1,16 @@
 """Writes into vLLM's models of fp8 without a GPU: bit by bit what its own quantisation makes."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes.engine import BareUpdates
-from tests.fakes.weights import send
+from tests.fakes.weights import OneRoom, mapped_memory, send
 from tests.unit import test_broadcast_receiver as broadcast
 from tests.unit.test_audit import quantise
 from tests.unit.test_p2p import CPU, Replica
@@ -19,6 +22,7 @@ from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
 from torchrl_vllm_sync.weights.module import fp8_scale, to_fp8
+from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.source import MappingSource
 
 # The greatest value of each layer and row, in the part of the last worker.
@@ -207,6 +211,72 @@ def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(world, transpor
     assert here.differences(checkpoint) == set()
 
 
+def test_parts_that_do_not_stay_until_the_last_one_comes_are_kept(world, transport):
+    here = world(1)
+    checkpoint = here.checkpoint(seed=1)
+    one = broadcast.only(send(transport, here.client, OneRoom(checkpoint), 1))
+    assert one.error == ""
+    assert here.differences(checkpoint) == set()
+
+
+def places(names, *plain):
+    """Where matrices of 64 by 64 go: quantised, each alone, and some of them also as they are."""
+    shape = [64, 64], [64, 1]
+    fp8 = "float8_e4m3fn", "bfloat16"
+    rows = [
+        [one, 0, *shape, fp8[0], 4096 * at, [64, 1], 2**17 + 512 * at, [1], fp8[1], True]
+        for at, one in enumerate(names)
+    ]
+    rows += [
+        [one, 0, *shape, "bfloat16", 2**18 + 8192 * at, [64, 1]] for at, one in enumerate(plain)
+    ]
+    return writes.Places(rows, mapped_memory(2**19))
+
+
+@pytest.mark.parametrize("kind", [list, iter, tuple])
+def test_a_tensor_may_be_written_as_it_is_besides(kind):
+    where, tensor = places(["one"], "one"), torch.randn(64, 64).bfloat16()
+    writes.write(kind([("one", tensor)]), [where], CPU)
+    (copy,) = where.copies["one"]
+    assert torch.equal(copy.target, tensor)
+    (group,) = where._groups.values()
+    assert torch.equal(group.scale, fp8_scale(tensor.abs().max().reshape(1)))
+
+
+def test_what_came_of_a_push_that_broke_off_is_let_go():
+    where, tensor = places(["one"]), torch.randn(64, 64)
+    (group,) = where._groups.values()
+    group.copies.append(replace(group.copies[0], name="two"))
+    list(where.pairs("one", tensor))
+    assert group.arrived
+    where.let_go()
+    assert not group.arrived
+
+
+class Alive(TorchDispatchMode):
+    """How many matrices in bfloat16 are there at once, at most."""
+
+    def __init__(self):
+        super().__init__()
+        self._seen, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and (out.dtype, out.numel()) == (torch.bfloat16, 4096):
+            storage = out.untyped_storage()
+            self._seen[storage._cdata] = StorageWeakRef(storage)
+            self.most = max(self.most, sum(not one.expired() for one in self._seen.values()))
+        return out
+
+
+def test_a_trainer_in_another_dtype_does_not_cast_all_of_its_model_at_once():
+    names = [str(number) for number in range(8)]
+    tensors = [(one, torch.randn(64, 64)) for one in names]
+    with Alive() as alive:
+        writes.write(tensors, [places(names)], CPU)
+    assert 0 < alive.most <= 2
+
+
 def test_a_plan_that_loses_a_part_is_noticed_and_not_served(world, transport):
     here = world(1)
     made = here.workers[0].weight_transfer_engine
@@ -228,6 +298,17 @@ def test_what_is_quantised_otherwise_says_so(world, transport):
     assert "qkv_proj.weight has more than one scale" in made.why_not_written()
     one = here.push(transport, here.checkpoint(seed=1), 1)
     assert "qkv_proj.weight has more than one scale" in one.error
+
+
+def test_weights_that_kernels_pack_are_not_written(world):
+    """As Marlin's do: four of fp8 in each integer."""
+    here = world(1)
+    for layer in here.loaded[0].modules():
+        if getattr(layer, "weight_scale", None) is not None:
+            packed = torch.zeros(2, 8, dtype=torch.int32)
+            layer._parameters["weight"] = torch.nn.Parameter(packed, requires_grad=False)
+    made = here.workers[0].weight_transfer_engine
+    assert "none of its weights is held in fp8" in made.why_not_written()
 
 
 def test_weights_that_are_quantised_are_not_shared(world):

@@ -253,6 +253,8 @@ def unquantised(model: torch.nn.Module, *, by_row: bool = False) -> Iterator[dic
             raise PlanNotPossibleError(
                 f"{first_few(others)} are quantised otherwise than to fp8 with a scale a layer"
             )
+        if not found:  # such as where the kernels are Marlin's, which pack weights
+            raise PlanNotPossibleError("none of its weights is held in fp8 with a scale a layer")
         yield found
 
 

@@ -394,11 +394,12 @@ class Auditor:
             lacking.setdefault(one.group, set()).add(one)
         slices: list[Slice] = []
         parts: dict[str, dict[Slice, torch.Tensor]] = {}
+        lasts = views_of(source) is not None  # else what it yields may change with the next
 
         def values() -> Iterator[torch.Tensor]:
             for name, tensor in self._tensors(source, by_name):
                 for one in by_name[name]:
-                    found = {one: one.of(tensor)}
+                    found = {one: one.of(tensor) if lasts else one.of(tensor).clone()}
                     if group := one.group:
                         parts.setdefault(group, {}).update(found)
                         if len(parts[group]) < len(lacking[group]) - 1:

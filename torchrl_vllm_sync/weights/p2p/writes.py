@@ -202,9 +202,12 @@ class Quantised:
         self.arrived: dict[str, torch.Tensor] = {}  # of a push that comes one by one
 
     def take(self, name: str, dense: torch.Tensor) -> bool:
-        """Keeps a tensor; returns whether it was the last."""
+        """Keeps a tensor, which may change before the next comes; whether it was the last."""
         self.arrived[name] = dense
-        return self.arrived.keys() == {one.name for one in self.copies}
+        if self.arrived.keys() == {one.name for one in self.copies}:
+            return True
+        self.arrived[name] = dense.to(self.dtype, copy=True)
+        return False
 
     def parts(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
         """What is quantised of these, each beside what its scale is found in."""
@@ -220,7 +223,10 @@ class Quantised:
 
 
 def quantised(groups: Sequence[tuple[Quantised, list[Pair]]]) -> Iterator[Pair]:
-    """Yields what is written of groups; by few calls, as what is launched would take longer."""
+    """Yields what is written of groups; by few calls, as what is launched would take longer.
+
+    What is cast is not kept: of a model in another dtype that would be a second one.
+    """
     for group, parts in (one for one in groups if one[0].by_row):
         for copy, (part, of) in zip(group.copies, parts, strict=True):
             greatest = torch.linalg.vector_norm(of.to(group.dtype), torch.inf, 1, keepdim=True)
@@ -230,15 +236,14 @@ def quantised(groups: Sequence[tuple[Quantised, list[Pair]]]) -> Iterator[Pair]:
     groups = [one for one in groups if not one[0].by_row]
     if not groups:
         return
-    cast = [[(a.to(of.dtype), b.to(of.dtype)) for a, b in parts] for of, parts in groups]
-    measured = [torch.linalg.vector_norm(one, torch.inf) for parts in cast for _, one in parts]
-    greatest = torch.stack(measured).float()
-    lengths = torch.tensor([len(parts) for parts in cast], device=greatest.device)
+    cast = (one.to(of.dtype) for of, parts in groups for _, one in parts)
+    greatest = torch.stack([torch.linalg.vector_norm(one, torch.inf) for one in cast]).float()
+    lengths = torch.tensor([len(parts) for _, parts in groups], device=greatest.device)
     scales = fp8_scale(torch.segment_reduce(greatest, "max", lengths=lengths)).split(1)
-    for (group, _), parts, scale in zip(groups, cast, scales, strict=True):
+    for (group, parts), scale in zip(groups, scales, strict=True):
         yield scale, group.scale
         for copy, (part, _) in zip(group.copies, parts, strict=True):
-            yield to_fp8(part, scale), copy.target
+            yield to_fp8(part.to(group.dtype), scale), copy.target
 
 
 class Places:
@@ -274,6 +279,7 @@ class Places:
             one.arrived.clear()
 
     def let_go(self) -> None:
+        self.begin()
         self._tensors: list[Named] = []  # that were bound last
         self._at: list[Any] = []  # where they were
         self._pairs: list[Pair] = []
