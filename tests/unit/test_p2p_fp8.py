@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from multiprocessing import connection
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.fakes.engine import BareUpdates
 from tests.fakes.weights import OneRoom, mapped_memory, send
 from tests.unit import test_broadcast_receiver as broadcast
+from tests.unit import test_p2p_shards
 from tests.unit.test_audit import quantise
 from tests.unit.test_p2p import CPU, Replica
+from tests.unit.test_sharded_source import succeed
 from tests.unit.vllm_models import VllmModels, single_process_group
 from torchrl_vllm_sync import P2PTransport
 from torchrl_vllm_sync.engine import receiver
@@ -21,9 +24,9 @@ from torchrl_vllm_sync.engine.args import SHARED_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
-from torchrl_vllm_sync.weights.module import fp8_scale, to_fp8
+from torchrl_vllm_sync.weights.module import ModuleSource, fp8_scale, to_fp8
 from torchrl_vllm_sync.weights.p2p import writes
-from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.source import MappingSource, fit_to_model
 
 # The greatest value of each layer, in the part of the last worker.
 GREATEST = 7.25
@@ -172,8 +175,9 @@ def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(world, transpor
     name = "model.layers.0.self_attn.{}_proj.weight"
     list(places.pairs(name.format("q"), first[name.format("q")]))  # and there it broke off
     checkpoint = here.checkpoint(seed=3)
-    backwards = dict(reversed(checkpoint.items()))
-    assert here.push(transport, backwards, 2).version == 2
+    backwards = OneRoom(reversed(checkpoint.items()))  # of which parts come one by one, too
+    one = broadcast.only(send(transport, here.client, backwards, 2))
+    assert (one.error, one.version) == ("", 2)
     assert here.differences(checkpoint) == set()
 
 
@@ -253,6 +257,46 @@ def test_a_plan_that_loses_a_part_is_noticed_and_not_served(world, transport):
     one = here.push(transport, here.checkpoint(seed=1), 1)
     assert one.version is None
     assert "the plan left other values than a reload" in one.error
+
+
+def test_a_plan_that_exchanges_parts_is_noticed_and_not_served(world, transport):
+    """All is written, so that nothing but the comparison shows it."""
+    here = world(1)
+    made = here.workers[0].weight_transfer_engine
+    made.plan_writes(here.metadata)
+    for plan in (made._writes.live, made._writes.spare):
+        found = [at for at, copy in enumerate(plan.copies) if "layers.0.mlp.gate" in copy.name]
+        found += [at for at, copy in enumerate(plan.copies) if "layers.0.mlp.up" in copy.name]
+        gate, up = (plan.copies[at] for at in found)
+        for at, copy, other in zip(found, (gate, up), (up, gate), strict=True):
+            plan.copies[at] = replace(copy, target=other.target)
+    one = here.push(transport, here.checkpoint(seed=1), 1)
+    assert one.version is None
+    assert "in 1 parameters: model.layers.0.mlp.gate_up_proj.weight" in one.error
+
+
+class Engines(test_p2p_shards.Engines):
+    """A world that the first rank of a trainer reaches."""
+
+    def __init__(self, world, directory):
+        self.world, self.names, self.client = world, ["0"], world.client
+        self.config, self.metadata = world.models[0].config, world.metadata
+        self._listener = connection.Listener(str(directory / "engines"), "AF_UNIX")
+
+
+@pytest.mark.timeout(60)
+def test_of_a_sharded_trainer_what_is_quantised_is_gathered_and_nothing_else(world, tmp_path):
+    here = Engines(world(1), tmp_path)
+    _, how, _ = test_p2p_shards.job("qwen2-tied")
+    with here.reached() as at:
+        ranks = succeed(test_p2p_shards.train_and_push, world_size=2, limit_s=50.0, **at, **how)
+    pushed = fit_to_model(ModuleSource(test_p2p_shards.whole_model(here.config, 3)), here.metadata)
+    checkpoint = {name: one.to(torch.bfloat16) for name, one in pushed}
+    assert here.world.differences(checkpoint) == set()
+    assert here.world.differences({name: -one for name, one in checkpoint.items()})
+    num_layers = here.config.num_hidden_layers
+    assert [gathered for gathered, *_ in ranks] == [3 * num_layers] * 2
+    assert all(written for _, written, _ in ranks)
 
 
 def test_what_is_quantised_otherwise_says_so(world, transport):
