@@ -167,20 +167,6 @@ def test_scales_of_parts_are_not_those_of_whole_layers(world, transport, monkeyp
     assert "model.layers.0.mlp.down_proj.weight_scale" in here.differences(checkpoint)
 
 
-def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(world, transport):
-    here = world(1)
-    here.push(transport, here.checkpoint(seed=1), 1)
-    (worker,) = transport._workers["0"]
-    places, first = worker.used.copies, here.checkpoint(seed=2)
-    name = "model.layers.0.self_attn.{}_proj.weight"
-    list(places.pairs(name.format("q"), first[name.format("q")]))  # and there it broke off
-    checkpoint = here.checkpoint(seed=3)
-    backwards = OneRoom(reversed(checkpoint.items()))  # of which parts come one by one, too
-    one = broadcast.only(send(transport, here.client, backwards, 2))
-    assert (one.error, one.version) == ("", 2)
-    assert here.differences(checkpoint) == set()
-
-
 def test_parts_that_do_not_stay_until_the_last_one_comes_are_kept(world, transport):
     here = world(1)
     checkpoint = here.checkpoint(seed=1)
@@ -213,13 +199,38 @@ def test_a_tensor_may_be_written_as_it_is_besides(kind):
     assert torch.equal(group.scale, fp8_scale(tensor.abs().max().reshape(1)))
 
 
-def test_what_came_of_a_push_that_broke_off_is_let_go():
-    where, tensor = places(["one"]), torch.randn(64, 64)
-    (group,) = where._groups.values()
-    group.copies.append(replace(group.copies[0], name="two"))
-    list(where.pairs("one", tensor))
+@pytest.fixture
+def joined():
+    """Where two matrices go that are quantised together."""
+    rows = [["two", 0, [64, 64], [64, 1], "float8_e4m3fn", 4096, [64, 1], 2**17, "bfloat16", True]]
+    rows += [["one", *rows[0][1:5], 0, *rows[0][6:]]]
+    return writes.Places(rows, mapped_memory(2**18))
+
+
+def breaks_off():
+    yield "one", torch.full((64, 64), 8.0)
+    raise RuntimeError("the trainer failed")
+
+
+def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(joined):
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        writes.write(breaks_off(), [joined], CPU)
+    tensors = {name: torch.randn(64, 64).bfloat16() for name in ("two", "one")}
+    writes.write(iter(tensors.items()), [joined], CPU)
+    greatest = torch.stack([one.abs().max() for one in tensors.values()]).max()
+    (group,) = joined._groups.values()
+    assert torch.equal(group.scale, fp8_scale(greatest.reshape(1)))
+    for copy in group.copies:
+        expected = to_fp8(tensors[copy.name], group.scale)
+        assert torch.equal(copy.target.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_what_came_of_a_push_that_broke_off_is_let_go(joined):
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        writes.write(breaks_off(), [joined], CPU)
+    (group,) = joined._groups.values()
     assert group.arrived
-    where.let_go()
+    joined.let_go()
     assert not group.arrived
 
 
