@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from multiprocessing import connection
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.fakes.engine import BareUpdates
 from tests.fakes.weights import OneRoom, mapped_memory, send
 from tests.unit import test_broadcast_receiver as broadcast
+from tests.unit import test_p2p_shards
 from tests.unit.test_audit import quantise
 from tests.unit.test_p2p import CPU, Replica
+from tests.unit.test_sharded_source import succeed
 from tests.unit.vllm_models import VllmModels, single_process_group
 from torchrl_vllm_sync import P2PTransport
 from torchrl_vllm_sync.engine import receiver
@@ -21,9 +24,9 @@ from torchrl_vllm_sync.engine.args import SHARED_BACKEND, STAGED_BACKEND
 from torchrl_vllm_sync.engine.arrivals import Arrivals
 from torchrl_vllm_sync.engine.plan import checkpoint_metadata, reload_model
 from torchrl_vllm_sync.engine.worker import SyncWorkerExtension
-from torchrl_vllm_sync.weights.module import fp8_scale, to_fp8
+from torchrl_vllm_sync.weights.module import ModuleSource, fp8_scale, to_fp8
 from torchrl_vllm_sync.weights.p2p import writes
-from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.source import MappingSource, fit_to_model
 
 # The greatest value of each layer and row, in the part of the last worker.
 GREATEST = 7.25
@@ -198,19 +201,6 @@ def test_rows_of_next_to_nothing_are_no_fault(world, transport):
     assert here.differences(checkpoint) == set()
 
 
-def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(world, transport):
-    here = world(1)
-    here.push(transport, here.checkpoint(seed=1), 1)
-    (worker,) = transport._workers["0"]
-    places, first = worker.used.copies, here.checkpoint(seed=2)
-    name = "model.layers.0.self_attn.{}_proj.weight"
-    list(places.pairs(name.format("q"), first[name.format("q")]))  # and there it broke off
-    checkpoint = here.checkpoint(seed=3)
-    backwards = dict(reversed(checkpoint.items()))
-    assert here.push(transport, backwards, 2).version == 2
-    assert here.differences(checkpoint) == set()
-
-
 def test_parts_that_do_not_stay_until_the_last_one_comes_are_kept(world, transport):
     here = world(1)
     checkpoint = here.checkpoint(seed=1)
@@ -243,13 +233,40 @@ def test_a_tensor_may_be_written_as_it_is_besides(kind):
     assert torch.equal(group.scale, fp8_scale(tensor.abs().max().reshape(1)))
 
 
-def test_what_came_of_a_push_that_broke_off_is_let_go():
-    where, tensor = places(["one"]), torch.randn(64, 64)
-    (group,) = where._groups.values()
-    group.copies.append(replace(group.copies[0], name="two"))
-    list(where.pairs("one", tensor))
+@pytest.fixture
+def joined():
+    """Where two matrices go that are quantised together."""
+    rows = [
+        ["two", 0, [64, 64], [64, 1], "float8_e4m3fn", 4096, [64, 1], 2**17, [1], "bfloat16", True]
+    ]
+    rows += [["one", *rows[0][1:5], 0, *rows[0][6:]]]
+    return writes.Places(rows, mapped_memory(2**18))
+
+
+def breaks_off():
+    yield "one", torch.full((64, 64), 8.0)
+    raise RuntimeError("the trainer failed")
+
+
+def test_a_part_that_never_came_of_a_push_before_is_not_mixed_in(joined):
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        writes.write(breaks_off(), [joined], CPU)
+    tensors = {name: torch.randn(64, 64).bfloat16() for name in ("two", "one")}
+    writes.write(iter(tensors.items()), [joined], CPU)
+    greatest = torch.stack([one.abs().max() for one in tensors.values()]).max()
+    (group,) = joined._groups.values()
+    assert torch.equal(group.scale, fp8_scale(greatest.reshape(1)))
+    for copy in group.copies:
+        expected = to_fp8(tensors[copy.name], group.scale)
+        assert torch.equal(copy.target.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_what_came_of_a_push_that_broke_off_is_let_go(joined):
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        writes.write(breaks_off(), [joined], CPU)
+    (group,) = joined._groups.values()
     assert group.arrived
-    where.let_go()
+    joined.let_go()
     assert not group.arrived
 
 
@@ -287,6 +304,46 @@ def test_a_plan_that_loses_a_part_is_noticed_and_not_served(world, transport):
     one = here.push(transport, here.checkpoint(seed=1), 1)
     assert one.version is None
     assert "the plan left other values than a reload" in one.error
+
+
+def test_a_plan_that_exchanges_parts_is_noticed_and_not_served(world, transport):
+    """All is written, so that nothing but the comparison shows it."""
+    here = world(1)
+    made = here.workers[0].weight_transfer_engine
+    made.plan_writes(here.metadata)
+    for plan in (made._writes.live, made._writes.spare):
+        found = [at for at, copy in enumerate(plan.copies) if "layers.0.mlp.gate" in copy.name]
+        found += [at for at, copy in enumerate(plan.copies) if "layers.0.mlp.up" in copy.name]
+        gate, up = (plan.copies[at] for at in found)
+        for at, copy, other in zip(found, (gate, up), (up, gate), strict=True):
+            plan.copies[at] = replace(copy, target=other.target)
+    one = here.push(transport, here.checkpoint(seed=1), 1)
+    assert one.version is None
+    assert "in 1 parameters: model.layers.0.mlp.gate_up_proj.weight" in one.error
+
+
+class Engines(test_p2p_shards.Engines):
+    """A world that the first rank of a trainer reaches."""
+
+    def __init__(self, world, directory):
+        self.world, self.names, self.client = world, ["0"], world.client
+        self.config, self.metadata = world.models[0].config, world.metadata
+        self._listener = connection.Listener(str(directory / "engines"), "AF_UNIX")
+
+
+@pytest.mark.timeout(60)
+def test_of_a_sharded_trainer_what_is_quantised_is_gathered_and_nothing_else(world, tmp_path):
+    here = Engines(world(1), tmp_path)
+    _, how, _ = test_p2p_shards.job("qwen2-tied")
+    with here.reached() as at:
+        ranks = succeed(test_p2p_shards.train_and_push, world_size=2, limit_s=50.0, **at, **how)
+    pushed = fit_to_model(ModuleSource(test_p2p_shards.whole_model(here.config, 3)), here.metadata)
+    checkpoint = {name: one.to(torch.bfloat16) for name, one in pushed}
+    assert here.world.differences(checkpoint) == set()
+    assert here.world.differences({name: -one for name, one in checkpoint.items()})
+    num_layers = here.config.num_hidden_layers
+    assert [gathered for gathered, *_ in ranks] == [3 * num_layers] * 2
+    assert all(written for _, written, _ in ranks)
 
 
 def test_what_is_quantised_otherwise_says_so(world, transport):

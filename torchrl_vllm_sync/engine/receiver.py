@@ -363,7 +363,8 @@ class BroadcastReceiver(base.WeightTransferEngine[BroadcastInitInfo, BroadcastUp
                     weight = self.model.get_parameter(name)
                     begin = (target.storage_offset() - weight.storage_offset()) // len(weight)
                     scale, shape = scale[begin:], (copy.shape[0], 1)
-                how = arena.place(scale), shape, dtype_name(before), SCALES_ARE_OF_ALL_WORKERS
+                of_whole = SCALES_ARE_OF_ALL_WORKERS and self.parallel_config.world_size > 1
+                how = arena.place(scale), shape, dtype_name(before), of_whole
             row = copy.name, copy.offset, tuple(copy.shape), tuple(copy.stride)
             writes.append((*row, dtype, place, tuple(target.stride()), *how))
         about = {"device": device_uuid(self.device), "is_shared": arena.is_shared}
