@@ -27,7 +27,7 @@ from torchrl_vllm_sync.errors import (
 )
 from torchrl_vllm_sync.observe.status import StatusLog
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.weights import audit
+from torchrl_vllm_sync.weights import audit, module
 from torchrl_vllm_sync.weights.push import WeightPusher, catch_up_from_others
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.transport import Standing, awaited_replicas
@@ -79,6 +79,31 @@ def test_the_transport_is_opened_for_what_is_pushed(pusher, transport):
     push(pusher)
     (source,) = transport.opened_for
     assert [name for name, _ in source] == list(WEIGHTS)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_tensors_are_looked_for_once_a_push_unless_they_may_move(
+    pusher, transport, monkeypatch, shares
+):
+    """Such as out of memory that engines share, as a transport is opened."""
+    model, looks, sent = Weights(), [], []
+    layout_of, send = module.layout_of, transport.send
+
+    def move(members, source=None):
+        del members, source
+        model.w.data = model.w.data.clone()
+
+    def note(members, push):
+        sent.extend(one.data_ptr() for _, one in push.source.views())
+        return send(members, push)
+
+    monkeypatch.setattr(module, "layout_of", lambda one: looks.append(one) or layout_of(one))
+    monkeypatch.setattr(transport, "open", move)
+    monkeypatch.setattr(transport, "send", note)
+    pusher._shares, pusher.slept_s = shares, 0.0
+    push(pusher, weights=model)
+    assert (sent == [model.w.data_ptr()]) == shares
+    assert (len(looks) == 1) == (not shares)
 
 
 def test_versions_count_up_from_what_stale_replicas_were_at(pusher, replicas):

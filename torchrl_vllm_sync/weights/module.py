@@ -195,7 +195,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 # ---- Quantised
 
-# Rows have a scale of this at least.
+# Rows have a scale of this at least (vLLM's ``online/fp8.py``, and its kernel for tokens).
 LEAST_ROW_SCALE = 1 / (torch.finfo(torch.float8_e4m3fn).max * 512)
 
 
