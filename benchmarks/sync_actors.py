@@ -90,11 +90,11 @@ def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
     return actor.remote(*args)
 
 
-def own_device() -> torch.device:
-    """Returns the GPU of this actor, else the first, which is the current one from now on."""
+def own_device(beside: int = 0) -> torch.device:
+    """Returns the GPU of this actor, else another's, which is the current one from now on."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int((ray.get_gpu_ids() or [0])[0]))
+    device = torch.device("cuda", int((ray.get_gpu_ids() or [beside])[0]))
     torch.cuda.set_device(device)
     return device
 
@@ -113,10 +113,10 @@ def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int
 class Trainer:
     """A model of the engines' architecture, and the pushes of it."""
 
-    def __init__(self, checkpoint: str, dtype: str, has_adapter: bool = False) -> None:
+    def __init__(self, rank: int, checkpoint: str, dtype: str, has_adapter: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.device = own_device()
+        self.device = own_device(rank)
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(checkpoint)
         with self.device:
@@ -203,7 +203,7 @@ class Trainers:
     """A trainer of one or more ranks, an actor each, that are called together."""
 
     def __init__(self, num_ranks: int, *args: Any, num_gpus: int) -> None:
-        self._ranks = [spawn(Trainer, *args, num_gpus=num_gpus) for _ in range(num_ranks)]
+        self._ranks = [spawn(Trainer, one, *args, num_gpus=num_gpus) for one in range(num_ranks)]
         if num_ranks > 1:
             where, number = address_of(self._ranks[0]), len(self._ranks)
             parts = [one.shard.remote(where, at, number) for at, one in enumerate(self._ranks)]

@@ -17,8 +17,8 @@ pushes alone, to engines of its own, and the others merged.
 
 ``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
 ``<model>-<replicas>-graphs`` where engines decode by CUDA graphs. With ``--quantization fp8`` the
-last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` the trainer has
-the first of an engine's GPUs.
+last push is compared by its tokens with vLLM's own quantisation. With ``--beside`` trainers have
+the GPUs of the engines, one each.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
     parser.add_argument("--expert-parallel", action="store_true", help="and data parallel instead")
     parser.add_argument("--quantization", choices=("fp8",), help="of the engines, online")
-    parser.add_argument("--beside", action="store_true", help="the trainer, on a GPU of an engine")
+    parser.add_argument("--beside", action="store_true", help="the trainer, on the engines' GPUs")
     parser.add_argument("--decode", nargs="+", choices=("eager", "graphs"), default=["eager"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32, help="in flight per replica under load")
