@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import copy
+import functools
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import time
 import traceback
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -235,12 +237,68 @@ def test_more_ranks_than_rows():
     assert succeed(read_and_compare, kind="moe", world_size=3) == [True] * 3
 
 
+def replaced(model):
+    model.model.norm.weight = torch.nn.Parameter(2 * model.model.norm.weight.detach())
+
+
+def untied(model):
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+
+
+def gathered(model):
+    if isinstance(model, FSDPModule):
+        model.unshard()
+
+
+# What is done to a model before each push, and how often its tensors are looked for then.
+CHANGES = [
+    (lambda _: None, {"looks": 1, "state dicts": 1}),
+    (lambda _: None, {"looks": 1}),
+    (gathered, {"looks": 2, "state dicts": 1}),  # which shards it again
+    (torch.nn.Module.double, {"looks": 2, "state dicts": 1}),
+    (replaced, {"looks": 2, "state dicts": 1}),
+    (untied, {"looks": 2, "state dicts": 1}),
+    (lambda _: None, {"looks": 1}),
+]
+
+
+def look(rank, is_blind=False):
+    """Pushes after each change; a blind one takes every layout for the first one."""
+    whole, sharded = models("tied")
+    counts, layout_of, state_dict = Counter(), sharded_module._layout_of, sharded.state_dict
+
+    def counted(what, found, *args, **kwargs):
+        counts[what] += 1
+        return found(*args, **kwargs)
+
+    first = layout_of(sharded)
+    find = (lambda _: first) if is_blind else layout_of
+    sharded_module._layout_of = functools.partial(counted, "looks", find)
+    sharded.state_dict = functools.partial(counted, "state dicts", state_dict)
+    seen = []
+    for change, _ in CHANGES:
+        for model in (whole, sharded):
+            change(model)
+        counts.clear()
+        push(as_weight_source(sharded), lambda source: compare(read(source), whole))
+        seen.append(dict(counts))
+    return seen
+
+
+def test_tensors_are_looked_for_once_a_push_and_found_where_they_are():
+    assert succeed(look) == [[counts for _, counts in CHANGES]] * 2
+
+
 def test_the_comparison_above_notices_that_nothing_is_gathered():
     results = run(read_and_compare, kind="untied", lose=True)
     assert isinstance(results[0][0], AssertionError)
     assert isinstance(results[1][0], TrainerRankError)
     assert results[1][0].rank == 0
     assert "AssertionError" in results[1][0].reason
+
+
+def test_the_comparison_above_notices_what_has_moved():
+    assert isinstance(run(look, is_blind=True)[0][0], AssertionError)
 
 
 def use(rank, kind):

@@ -25,6 +25,7 @@ from torchrl_vllm_sync.weights.module import (
     to_fp8,
     to_json,
 )
+from torchrl_vllm_sync.weights.sharded import ShardedModuleSource
 from torchrl_vllm_sync.weights.snapshots import data_file
 from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of, is_on_host
 from torchrl_vllm_sync.weights.source import (
@@ -207,7 +208,7 @@ class Content:
     def _see(self, source: WeightSource, *, wait: bool = True) -> dict[str, Any] | None:
         """Looks at the live tensors that a source reads unchanged; ``None`` if unknown."""
         owner = source.owner if isinstance(source, StableSource) else None
-        if isinstance(source, MappingSource):
+        if isinstance(source, MappingSource | ShardedModuleSource):
             held = source.tensors
         elif isinstance(owner, torch.nn.Module) and not is_peft(owner):
             held = dict(owner.state_dict(keep_vars=True))

@@ -35,7 +35,10 @@ from torchrl_vllm_sync.weights.module import (
     check_readable,
     is_peft,
     known_of,
+    layout_of,
+    local,
     modules_of,
+    place_of,
     plan_of,
     repeated,
     same_values,
@@ -481,20 +484,20 @@ class ShardedModuleSource:
         only: Callable[[], dict[str, torch.Tensor]] | None = None,
     ) -> None:
         self.owner, self._only = unwrap(module), only  # these of its tensors, such as an adapter's
-        module = self.owner
-        if is_peft(module) and only is None:
+        if is_peft(self.owner) and only is None:
             raise errors.WeightMismatchError(
                 "adapters on a sharded model cannot be merged: push them by themselves "
                 "(adapters='keep'), merge them first, or do not shard"
             )
-        tensors = self._tensors()
-        check_readable(tensors)
-        ranks, rank = _ranks_of(tensors.values()), dist.get_rank()
+        held, rank = self._look(), dist.get_rank()
+        ranks = held.ranks
+        # For the push that this is made for; an adapter's is made long before.
+        self._resting = held if only is None else None
         if rank not in ranks:
             raise errors.UnsupportedArgumentError(
                 f"rank {rank} must be one of the model's ranks, {list(ranks)}"
             )
-        default, known = _get_default_store(), known_of(module)
+        default, known = _get_default_store(), known_of(self.owner)
         if known.store is None or known.store[0] is not default:
             known.store = default, default.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._ranks = TrainerRanks(ranks, rank, known.store[1], timeout_s=timeout_s)
@@ -511,16 +514,17 @@ class ShardedModuleSource:
 
     def metadata(self) -> list[ParamMeta]:
         """As those of a ``ModuleSource``, on any rank, without gathering."""
-        return self._plan.metadata
+        return self._held.plan.metadata
 
     @property
-    def _plan(self) -> Plan:
-        return plan_of(self.owner, self._tensors())
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers, sharded as they are; a tied one appears once."""
+        return self._held.tensors
 
     def same_values(self, name: str, other: str) -> bool:
         """Whether this rank's shards of two tensors, by their names in the model, are equal."""
-        tensors = self.owner.state_dict(keep_vars=True)
-        return same_values(tensors[name], tensors[other])
+        every = self._held.every
+        return same_values(every[name], every[other])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors on the sending rank; outside :meth:`lead` in a round of its own.
@@ -531,7 +535,7 @@ class ShardedModuleSource:
             with self.lead():
                 yield from self
             return
-        yield from self._gathered(leading, self._groups())
+        yield from self._gathered(leading, self._held.groups)
 
     def _gathered(
         self, leading: LeadingRound, groups: list[Group], first: int = 0
@@ -569,27 +573,29 @@ class ShardedModuleSource:
             )
         announcement = SimpleNamespace(outcome=None)
         self._failure = None
-        with self._ranks.store_errors():
-            self._round = self._ranks.begin(self._plan.digest, clears=clears)
-        try:
-            yield announcement
-            self._round.succeed(announcement.outcome)
-        except BaseException as error:
-            if self._failure is None or not isinstance(error, Exception):
-                self._round.fail(error)
-                raise
-            # Engines that were cut off report only that, not why.
-            self._round.fail(self._failure)
-            raise self._failure from error
-        finally:
-            self._round = self._failure = None
+        with self._at_rest() as held:
+            with self._ranks.store_errors():
+                self._round = self._ranks.begin(held.plan.digest, clears=clears)
+            try:
+                yield announcement
+                self._round.succeed(announcement.outcome)
+            except BaseException as error:
+                if self._failure is None or not isinstance(error, Exception):
+                    self._round.fail(error)
+                    raise
+                # Engines that were cut off report only that, not why.
+                self._round.fail(self._failure)
+                raise self._failure from error
+            finally:
+                self._round = self._failure = None
 
     def participate(self, outcome: Any = Any, *, timeout_s: float) -> Any:
         """Takes part in one push on a rank that does not send; returns its outcome."""
         with self._ranks.store_errors():
             followed = self._ranks.join(timeout_s=timeout_s, outcome=outcome)
             try:
-                verdict = self._follow(followed)
+                with self._at_rest():
+                    verdict = self._follow(followed)
             except BaseException as error:
                 followed.fail(error)
                 raise
@@ -599,24 +605,25 @@ class ShardedModuleSource:
 
     def _follow(self, followed: FollowingRound) -> Verdict:
         """Gathers what the sending rank calls for, until it says how the push ended."""
-        groups, under_way = self._groups(), deque[Gather]()
+        held, under_way = self._held, deque[Gather]()
+        groups = held.groups
         cuts, writer = self.cuts(), self._writer
         # Prepared before this rank is called: failing between the call and the launch leaves the
         # sending rank alone in a collective, and the process group out of step.
         expected, prepared = 0, self._prepare(groups[0])
         has_written = False
         offer = json.dumps({"node": this_node(), "tokens": writer.tokens(cuts)})
-        followed.ready(f"{self._plan.digest} {offer}")
+        followed.ready(f"{held.plan.digest} {offer}")
         while not isinstance(call := followed.next(), Verdict):
             if isinstance(call, str):
                 followed.ready(writer.door())
                 continue
             if isinstance(call, Passed):
                 self._write(call, followed)
-                has_written, whole = True, self._groups()
-                groups = whole + self._groups(call.left)
-                if groups[len(whole) :]:
-                    expected, prepared = len(whole), self._prepare(groups[len(whole)])
+                has_written, whole = True, len(held.groups)
+                groups = held.groups + held.groups_of(call.left)
+                if groups[whole:]:
+                    expected, prepared = whole, self._prepare(groups[whole])
                 followed.ready()
                 continue
             with self._breaking():
@@ -657,21 +664,19 @@ class ShardedModuleSource:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._tensors().values())).device
+        return next(iter(self.tensors.values())).device
 
-    @torch.no_grad()
     def shards(self) -> list[tuple[str, torch.Tensor]]:
         """Returns what this rank holds of each tensor, by its name in the model."""
-        held = self._tensors().items()  # as :func:`local`, in a tenth of the time
-        return [(name, one.to_local() if isinstance(one, DTensor) else one) for name, one in held]
+        return self._held.shards
 
     def cuts(self) -> dict[str, Cut | None]:
         """Returns what that is of the whole ones."""
-        return {name: cut_of(one, leads=self.leads) for name, one in self._tensors().items()}
+        return self._held.cuts
 
     def origins(self, renamed: Renaming) -> dict[str, Origin]:
         """Returns what each published tensor is made of, under the names that it is sent by."""
-        plan, items = plan_of(self.owner, self._tensors()), list[tuple[str, torch.Tensor]]()
+        plan, items = self._held.plan, list[tuple[str, torch.Tensor]]()
         live, made_of = stand_ins(plan.facts), {}
         for bundle in plan.bundles:
             views = bundle.views([live[one] for one in bundle.sources])
@@ -718,7 +723,8 @@ class ShardedModuleSource:
 
     def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors, gathered as by iteration, of those that :meth:`written` left."""
-        return self._gathered(self._leading, self._groups(self._left), len(self._groups()))
+        held = self._held
+        return self._gathered(self._leading, held.groups_of(self._left), len(held.groups))
 
     @property
     def _leading(self) -> LeadingRound:
@@ -780,23 +786,78 @@ class ShardedModuleSource:
         except RuntimeError as error:  # torch.distributed's backends raise nothing narrower
             raise turn.blame(f"a gather broke off: {error}") from error
 
-    def _groups(self, of: Collection[str] | None = None) -> list[Group]:
-        """Returns what to gather at once, all of it or only what is ``of`` these tensors."""
-        tensors = self._tensors()
-        bundles, wanted = plan_of(self.owner, tensors).bundles, set(of or ())
-        kept = (one for one in bundles if of is None or not wanted.isdisjoint(one.sources))
-        layers = itertools.groupby(kept, lambda one: (LAYER.match(one.sources[0]) or [""])[0])
-        grouped = [list(layer) for _, layer in layers]
+    @property
+    def _held(self) -> _Held:
+        return self._resting or self._look()
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[_Held]:
+        """Looks once for the tensors of a push."""
+        self._resting = self._held
+        try:
+            yield self._resting
+        finally:
+            self._resting = None
+
+    def _look(self) -> _Held:
+        """Looks for the tensors, which may have moved since the last push."""
+        if self._only is not None:
+            check_readable(tensors := self._only())
+            return _Held(plan_of(self.owner, tensors), tensors, tensors)
+        known = known_of(self.owner)
+        held: _Held | None = known.held
+        if held is not None and held.layout == _layout_of(self.owner):
+            return held
+        every = dict(self.owner.state_dict(keep_vars=True))  # FSDP's hooks shard what was gathered
+        check_readable(every)
+        layout = _layout_of(self.owner)
+        if held is not None and held.layout == layout:
+            return held
+        # Not by value: ranks would have to agree, and each sees only its own shard.
+        left_out = repeated(self.owner, every, lambda one, two: every[one] is every[two])
+        tensors = {name: one for name, one in every.items() if name not in left_out}
+        held = _Held(plan_of(self.owner, tensors), tensors, every, layout)
+        # Hooks may compute a state dict that changes where the module's tensors do not.
+        own = {one[:1] for one in layout if isinstance(one, tuple)}
+        known.held = held if own.issuperset((id(one),) for one in every.values()) else None
+        return held
+
+
+class _Held:
+    """What a rank holds of a model's tensors, while they stay where they are."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: dict[str, torch.Tensor],  # sharded as they are
+        every: dict[str, torch.Tensor],  # and those that repeat others
+        layout: list[Any] | None = None,
+    ) -> None:
+        self.plan, self.tensors, self.every, self.layout = plan, tensors, every, layout
+        self.ranks = _ranks_of(tensors.values())
+        leads = dist.get_rank() == self.ranks[0]
+        self.shards = [(name, local(one)) for name, one in tensors.items()]
+        self.cuts = {name: cut_of(one, leads=leads) for name, one in tensors.items()}
+        self.groups = self.groups_of(tensors)
+
+    def groups_of(self, some: Collection[str]) -> list[Group]:
+        """Returns what to gather at once of these tensors."""
+        wanted = set(some)
+        bundles = (one for one in self.plan.bundles if not wanted.isdisjoint(one.sources))
+        layers = itertools.groupby(bundles, lambda one: (LAYER.match(one.sources[0]) or [""])[0])
+        grouped, tensors = [list(layer) for _, layer in layers], self.tensors
         return [Group(one, {n: tensors[n] for b in one for n in b.sources}) for one in grouped]
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters and buffers, sharded as they are; a tied one appears once."""
-        if self._only is not None:
-            return self._only()
-        tensors = dict(self.owner.state_dict(keep_vars=True))
-        # Not by value: ranks would have to agree, and each sees only its own shard.
-        left_out = repeated(self.owner, tensors, lambda one, two: tensors[one] is tensors[two])
-        return {name: one for name, one in tensors.items() if name not in left_out}
+
+@torch.no_grad()
+def _layout_of(module: torch.nn.Module) -> list[Any]:
+    """As :func:`layout_of`, of what this rank holds of tensors, and of which ones."""
+
+    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+        held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return id(tensor), *place_of(held)
+
+    return layout_of(module, place)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:

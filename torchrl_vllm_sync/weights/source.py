@@ -81,6 +81,8 @@ def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
         return ()
     if isinstance(source, _FittedSource):
         return source.held
+    if isinstance(source, ShardedModuleSource):
+        return source.shards()
     if isinstance(source, ModuleSource) and (held := source.held()) is not None:
         return held.items()
     if (views := source.views()) is None and isinstance(source.owner, torch.nn.Module):

@@ -354,6 +354,7 @@ class P2PTransport:
             with shards.source.written(passed) as pass_on:
                 pass_on(shards.pass_on)
                 writes.write(shards.source.shards(), [one.shards for one in mapped], self._device)
+                push.confirm()  # while GPUs write
                 writes.finish(self._device)
             writes.write(shards.renamed(shards.source.rest()), whole, self._device)
         push.confirm()  # while the GPU writes
