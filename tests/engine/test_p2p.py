@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 import ray
+from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, distance, perturbed
 from tests.engine.requests import eventually
 from tests.engine.test_sharded_push import Ranks, Whole
 from tests.engine.test_version_spans import Weights, compare, pushes_under_load, scored_spans
-from tests.engine.trainers import Breaking
-from torchrl_vllm_sync import attach
+from tests.engine.trainers import Breaking, broadcast
+from torchrl_vllm_sync import ReplicaState, attach
+from torchrl_vllm_sync.errors import (
+    NoReplicaAvailableError,
+    ReplicaUnavailableError,
+    WeightSyncError,
+)
 from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights.p2p.memory import MappedMemory
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
@@ -115,6 +121,10 @@ def test_ranks_of_a_sharded_trainer_write_their_own_parts(plain, model, checkpoi
 NUM_PUSHES = 40
 
 
+def staged():
+    return broadcast(staged=True)
+
+
 def count_pauses(actor):
     """From now on, of a replica's engine, in ``actor.pauses``."""
     actor.pauses, client = [], actor.engine.engine_core
@@ -134,7 +144,15 @@ def pauses(actor):
     return actor.pauses
 
 
-async def test_spans_are_exact_without_a_pause(plain, checkpoint):
+@pytest.fixture(params=[P2PTransport, broadcast, staged], ids=["p2p", "broadcast", "staged"])
+def between_steps(plain, request):
+    """The transports whose weights are swapped, or received, between two steps."""
+    plain.use_transport(request.param())
+    yield
+    plain.use_transport(P2PTransport())
+
+
+async def test_spans_are_exact_without_a_pause(plain, checkpoint, between_steps):
     weights = Weights(checkpoint)
     plain.push_weights(weights.at(plain.weight_version + 1))  # the first one pauses, and compares
     ray.get([one.__ray_call__.remote(count_pauses) for one in plain.actors])
@@ -172,6 +190,73 @@ def shift(actor, steps):
         return 0 if steps is None else actor.exact(self, computed) + steps
 
     state.num_sampled = shifted if steps != 0 else actor.exact
+
+
+class Stumbling:
+    """A service to which each push breaks off in its middle, and is followed by a whole one."""
+
+    def __init__(self, service, weights):
+        self.service, self.weights, self.torn, self.outputs = service, weights, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.service, name)
+
+    async def agenerate(self, prompt, params, **options):
+        """Keeps what was sampled before the weights were torn, too."""
+        params.output_kind, params.n, last = RequestOutputKind.CUMULATIVE, 1, None
+        try:
+            async for output in self.service.astream(prompt, params, **options):
+                last = output
+        except (NoReplicaAvailableError, ReplicaUnavailableError):
+            await asyncio.sleep(0.05)
+        self.outputs += [] if last is None else [last]
+
+    def push_weights(self, model):
+        broken = Breaking({name: 2 * one for name, one in model.state_dict().items()}, OSError())
+        with pytest.raises(WeightSyncError):
+            self.service.push_weights(broken)
+        self.torn += [one.state for one in self.service.status().replicas]
+        self.service.push_weights(self.weights.at(self.service.weight_version + 2))
+
+
+async def stumble(plain, checkpoint, num_pushes):
+    """Returns the states after torn pushes, and how far each version's tokens are from its own."""
+    weights = Weights(checkpoint)
+    plain.use_transport(broadcast())
+    plain.push_weights(weights.at(plain.weight_version + 1))
+    service = Stumbling(plain, weights)
+    await pushes_under_load(service, weights, num_pushes=num_pushes, seed=3)
+    plain.use_transport(P2PTransport())
+    scored = scored_spans(service.outputs, first_only=True)
+    return service.torn, [compare(weights.at(one), spans)[0] for one, spans in scored.items()]
+
+
+async def test_no_token_is_of_weights_that_a_broadcast_left_half_way(plain, checkpoint):
+    states, differences = await stumble(plain, checkpoint, 8)
+    assert states == [ReplicaState.STALE] * 16
+    assert len(differences) > 4
+    assert max(differences) < TOLERANCE
+
+
+def overlook(actor, is_blind):
+    """Has a replica take what a broken load left for what was sent, or no longer."""
+    updates = actor._updates
+
+    def take(answers, was_whole):
+        for one in answers:
+            one |= {"computed": {}, "seconds": 0.0, "num_tensors": 0, "path": "plan"}
+            one["path_reason"] = ""
+
+    updates._check = take if is_blind else type(updates)._check.__get__(updates)
+
+
+async def test_the_check_above_notices_tokens_of_such_weights(plain, checkpoint):
+    ray.get([one.__ray_call__.remote(overlook, True) for one in plain.actors])
+    try:
+        _, differences = await stumble(plain, checkpoint, 3)
+    finally:
+        ray.get([one.__ray_call__.remote(overlook, False) for one in plain.actors])
+    assert max(differences) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("steps", [None, 1], ids=["early", "late"])

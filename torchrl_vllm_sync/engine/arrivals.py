@@ -83,6 +83,7 @@ class Arrivals:
     def __init__(self, updates: Updates, expected: Callable[[], list[ParamMeta]]) -> None:
         self._updates, self._expected = updates, functools.cache(expected)
         self._is_checked = False  # whether the workers have compared their plans with a reload
+        self._has_plans = False  # whether they load what is broadcast by them
         self._token, self._offered = "", contextlib.AsyncExitStack()
         self._watchdog = Watchdog(lambda: self.withdraw_weights(self._token))
         self._follower: asyncio.Task[None] | None = None
@@ -124,7 +125,9 @@ class Arrivals:
     ) -> dict[str, Any]:
         call = "preparing", "sync_prepare", metadata, bucket_bytes
         answers = await self._ask(*call, timeout_s=timeout_s)
-        return {**path_of(answers), "direct": all(one["direct"] for one in answers)}
+        path = path_of(answers)
+        self._has_plans = path["path"] == "plan"
+        return {**path, "direct": all(one["direct"] for one in answers)}
 
     async def receive_broadcast(
         self,
@@ -142,18 +145,26 @@ class Arrivals:
         """Receives one version; ``options`` say how the engine is paused."""
         updates, push = self._updates, (push_id, digest, direct)
 
+        def call(left: float) -> tuple[Any, ...]:
+            return ("sync_install_staged",) if staged else ("sync_receive", *push, num_passes, left)
+
         def load(left: float) -> Awaitable[Replies]:
-            if staged:
-                return updates.call_workers("sync_install_staged", timeout_s=left)
-            args = *push, num_passes, left
-            return updates.call_workers("sync_receive", *args, timeout_s=left + LAST_WORDS_S)
+            return updates.call_workers(*call(left), timeout_s=left + LAST_WORDS_S)
 
         async with updates.exclusive(timeout_s) as deadline:
             updates.refuse_older(version)
             updates.refuse_foreign(version, run_id)
             phases = await self._stage(push, deadline) if staged else {}
+            about: Any = {"version": version, "run_id": run_id, "phases": phases}
             limit_s = deadline.left_s
-            return await updates.apply(load, version, run_id, limit_s, phases=phases, **options)
+            # A reload may leave half a model, with which no step must run.
+            if self._has_plans and num_passes == 1 and updates.can_swap(**options):
+                about["timeout_s"] = limit_s + LAST_WORDS_S
+                report = await updates.swap(*call(limit_s), **about)
+            else:
+                report = await updates.apply(load, timeout_s=limit_s, **about, **options)
+            self._has_plans = report.path == "plan"
+            return report
 
     async def leave_broadcast(self) -> None:
         """Has every worker leave the group; workers whose engine is dead have left it."""

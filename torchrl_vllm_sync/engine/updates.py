@@ -285,12 +285,18 @@ class Updates:
         return pause.report(version, answers, **(phases or {}))
 
     def can_swap(self, mode: PauseMode, clear_cache: bool) -> bool:
-        """Whether :meth:`swap` does what :meth:`apply` does; an incomplete engine is frozen."""
+        """Whether :meth:`swap` does what :meth:`apply` does; an incomplete engine may be paused."""
         keeps = mode == "keep" and not clear_cache and self.whole and not self.apart
         return keeps and internals.knows_its_steps(self._engine)
 
     async def swap(
-        self, method: str, *args: Any, version: int, run_id: str | None, timeout_s: float
+        self,
+        method: str,
+        *args: Any,
+        version: int,
+        run_id: str | None,
+        timeout_s: float,
+        phases: dict[str, float] | None = None,
     ) -> LoadReport:
         """Has the workers load between two steps; ``computed`` says how far the one before came."""
         self.require_weights()
@@ -310,7 +316,7 @@ class Updates:
             pause.begun = pause.reached = pause.loaded - max(one["seconds"] for one in answers)
             pause.num_restarted = await self._send_back(unstarted)
             await self.commit(pause, None, str(version), run_id)
-        return pause.report(version, answers)
+        return pause.report(version, answers, **(phases or {}))
 
     def _check(self, answers: Replies, was_whole: bool) -> None:
         if told := "; ".join(

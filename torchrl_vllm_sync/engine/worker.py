@@ -156,7 +156,7 @@ class SyncWorkerExtension:
     _sync_peer: PeerCopy
     _sync_peer_file: str
     _sync_staged: Future[dict[str, Any]]
-    _sync_step: Any = None  # what the scheduler gave out for the last step, if that is watched
+    _sync_step: Any = None  # what the scheduler gave out for the last step
     _native_launched: WeightTransferEngine[Any, Any] | None = None
     _native_ready: bool = False
     _native_parts: int | None = None  # received of the update that is open
@@ -169,28 +169,29 @@ class SyncWorkerExtension:
     def weight_transfer_engine(self, engine: Any) -> None:
         """VLLM sets it as soon as the weights are loaded, and then sizes the KV cache."""
         is_first, self._sync_engine = self._sync_engine is None, engine
-        arena = engine.arena if isinstance(engine, BroadcastReceiver) else None
-        if not is_first or arena is None:
+        if not is_first or not isinstance(engine, BroadcastReceiver):
             return
-        execute = self.execute_model
+        execute, arena = self.execute_model, engine.arena
 
         def watched(step: Any, *args: Any) -> Any:
             self._sync_step = step
             return execute(step, *args)
 
         self.execute_model = watched
-        if engine.device.type == "cuda":
+        if arena is not None and engine.device.type == "cuda":
             # The weights, which vLLM has counted, are in the arena, which it counts as well.
             self.model_runner.model_memory_usage -= arena.num_bytes
 
-    def _sync_computed(self) -> dict[str, int]:
-        """Returns of how many tokens there are keys, for each request of the last step."""
-        if (step := self._sync_step) is None:
-            return {}
-        known = step.scheduled_cached_reqs
-        before = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
-        before |= {one.req_id: one.num_computed_tokens for one in step.scheduled_new_reqs}
-        return {name: before[name] + num for name, num in step.num_scheduled_tokens.items()}
+    def _sync_loaded(self, begin: float, num_tensors: int, path: dict[str, str]) -> dict[str, Any]:
+        """What :meth:`Updates.swap` is told: ``computed`` is how many keys the last step left."""
+        computed: dict[str, int] = {}
+        if (step := self._sync_step) is not None:
+            known = step.scheduled_cached_reqs
+            before = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+            before |= {one.req_id: one.num_computed_tokens for one in step.scheduled_new_reqs}
+            computed = {name: before[name] + n for name, n in step.num_scheduled_tokens.items()}
+        seconds = time.perf_counter() - begin
+        return {"num_tensors": num_tensors, "seconds": seconds, "computed": computed, **path}
 
     @answered
     def sync_load_snapshot(self, path: str, metadata: list[list[Any]]) -> dict[str, Any]:
@@ -225,13 +226,14 @@ class SyncWorkerExtension:
         self, push_id: int, digest: str, direct: bool, num_passes: int, timeout_s: float
     ) -> dict[str, Any]:
         """Receives one push into the model; no step may run meanwhile."""
+        begin = time.perf_counter()
         deadline = time.monotonic() + timeout_s
         receiver = self._sync_prepared(digest)
         receiver.await_start(push_id, deadline)
         self._sync_part()
         self._sync_touched = True
         num_tensors = receiver.receive(deadline, num_passes=num_passes, direct=direct)
-        return {"num_tensors": num_tensors, **receiver.path_taken}
+        return self._sync_loaded(begin, num_tensors, receiver.path_taken)
 
     @answered
     def sync_stage(self, push_id: int, digest: str, direct: bool, timeout_s: float) -> None:
@@ -253,10 +255,10 @@ class SyncWorkerExtension:
     @answered
     def sync_install_staged(self) -> dict[str, Any]:
         """Puts staged weights into the model; no step may run meanwhile."""
-        self._sync_touched = True
+        self._sync_touched, begin = True, time.perf_counter()
         receiver = self._sync_receiver()
         receiver.install_staged()
-        return {"num_tensors": 0, **receiver.path_taken}
+        return self._sync_loaded(begin, 0, receiver.path_taken)
 
     @answered
     def sync_plan_writes(self, metadata: list[list[Any]]) -> dict[str, Any]:
@@ -286,9 +288,7 @@ class SyncWorkerExtension:
         self._sync_touched, begin = True, time.perf_counter()
         receiver = self._sync_receiver()
         path = receiver.take_written(run_id, numbers[receiver.rank_in_replica])
-        seconds = time.perf_counter() - begin
-        about = {"seconds": seconds, "computed": self._sync_computed()}
-        return {"num_tensors": 0, **path, **about}
+        return self._sync_loaded(begin, 0, path)
 
     @answered
     def sync_settle(self) -> None:

@@ -862,7 +862,9 @@ def _layout_of(module: torch.nn.Module) -> list[Any]:
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``module``, or the model it wraps, is sharded by FSDP2 or has a ``DTensor``."""
-    parts = [*modules_of(unwrap(module))]  # at each push, so by the few types that there are
+    if isinstance(module := unwrap(module), FSDPModule):
+        return True
+    parts = [*modules_of(module)]  # at each push, so by the few types that there are
     held = {type(one) for part in parts for one in vars(part)["_parameters"].values()}
     return DTensor in held or any(issubclass(one, FSDPModule) for one in set(map(type, parts)))
 

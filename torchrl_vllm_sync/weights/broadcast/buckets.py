@@ -344,9 +344,10 @@ def broadcast_tensors(
     """Broadcasts ``tensors`` in place, on CUDA queued only: the trainer's to all other ranks."""
     with group.side_stream():
         works: list[torch.distributed.Work] = []
-        for first in range(0, len(tensors), GROUP_TENSORS):
-            some = tensors[first : first + GROUP_TENSORS]
-            works += group.broadcast_together(some, timeout_s=left_s(deadline))
+        # The first by itself: it is on its way while the others are put together.
+        bounds = [*range(1, len(tensors), GROUP_TENSORS), len(tensors)]
+        for begin, end in itertools.pairwise([0, *bounds]):
+            works += group.broadcast_together(tensors[begin:end], timeout_s=left_s(deadline))
         for work in works:
             group.wait(work, watch)
 
