@@ -62,7 +62,7 @@ class BroadcastTransport:
         device: The trainer's device; by default the one that the weights are on.
         interface: Network interface for rendezvous and data, such as ``"eth0"``; by default the
             one that reaches the other side.
-        staged: Engines receive into spare memory while they generate, and pause only to put
+        staged: Engines receive into spare memory while they generate, and stop only to put
             it in place. They must have been launched with ``stage_weights=True``.
         verify: When engines check what their load plan did against vLLM's own reload, for which
             everything is sent twice: at the ``"first"`` push, ``"always"``, or ``"never"``. Staged
