@@ -32,12 +32,15 @@ from tests.unit.test_sharded_source import STEP_S, run, succeed, together
 from tests.unit.test_sharded_source import push as push_on_every_rank
 from tests.unit.vllm_models import single_process_group
 from torchrl_vllm_sync import P2PTransport, as_weight_source
+from torchrl_vllm_sync.errors import NonFiniteWeightsError
 from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import MappedMemory
 from torchrl_vllm_sync.weights.p2p.writes import Cut, parts
 from torchrl_vllm_sync.weights.sharded import (
+    CHECKS,
+    WRITES,
     Origin,
     ShardedModuleSource,
     TrainerRankError,
@@ -330,7 +333,10 @@ def test_every_rank_writes_its_own_part_and_nothing_is_gathered(engines, world_s
 
 
 def break_off(rank, address, names, expected, config, how, path):
-    """A push in which rank 1 writes one half, and is killed, raises, or goes on much later."""
+    """A push in which rank 1 writes one half, and is killed, raises, or goes on much later.
+
+    Or it writes all, with a value that is no number.
+    """
     model = shard(whole_model(config), "layers")
     client = Remote(address, names) if rank == 0 else None
     transport = P2PTransport()
@@ -342,6 +348,8 @@ def break_off(rank, address, names, expected, config, how, path):
         return push_on_every_rank(
             ShardedModuleSource(model, timeout_s=STEP_S),
             lambda now: send(transport, client, fit_to_model(now, expected), version).failures,
+            CHECKS,
+            WRITES,
         )
 
     def half(tensors, copies, device):
@@ -356,10 +364,15 @@ def break_off(rank, address, names, expected, config, how, path):
 
     together()
     assert push(1) == {}
-    if rank == 1:
+    if rank == 1 and how == "nan":
+        with torch.no_grad():
+            model.lm_head.weight.to_local()[-1, 3] = torch.nan
+    elif rank == 1:
         sharded_module.write = half
     begin = time.monotonic()
-    with pytest.raises(OSError if rank and how == "raises" else TrainerRankError) as caught:
+    expected_errors = {"raises": OSError, "nan": NonFiniteWeightsError}
+    kind = expected_errors.get(how, TrainerRankError) if rank else TrainerRankError
+    with pytest.raises(kind) as caught:
         push(2)
     seconds = time.monotonic() - begin
     if how == "late" and rank == 0:
@@ -374,6 +387,7 @@ def break_off(rank, address, names, expected, config, how, path):
     [
         ("killed", "was not ready within 6 s"),
         ("raises", "OSError: out of luck"),
+        ("nan", f"NonFiniteWeightsError: {NonFiniteWeightsError(['lm_head.weight'])}"),
         pytest.param("late", "was not ready within 6 s", marks=pytest.mark.slow),
     ],
 )
@@ -390,7 +404,7 @@ def test_a_rank_that_breaks_off_is_named_and_the_engines_serve_whole_weights(
     if how == "killed":
         assert second is None
     else:
-        assert second[0][0] == (reason.removeprefix("OSError: ") if how == "raises" else said)
+        assert second[0][0] == (said if how == "late" else reason.partition(": ")[2])
     here.assert_hold(whole_model(here.config, 3 if how == "late" else 1))
     transport = P2PTransport()  # of a trainer that holds all
     source = fit_to_model(ModuleSource(whole_model(here.config, 4)), here.metadata)

@@ -27,11 +27,18 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from tests.processes import PROCESSES
 from torchrl_vllm_sync import PushReport, as_weight_source
-from torchrl_vllm_sync.errors import UnsupportedArgumentError, WeightMismatchError
+from torchrl_vllm_sync.errors import (
+    NonFiniteWeightsError,
+    UnsupportedArgumentError,
+    WeightMismatchError,
+)
 from torchrl_vllm_sync.weights import sharded as sharded_module
 from torchrl_vllm_sync.weights.module import ModuleSource
 from torchrl_vllm_sync.weights.sharded import (
+    CHECKS,
+    CLEARS,
     MOST_BYTES,
+    WRITES,
     ShardedModuleSource,
     TrainerRankError,
     TrainerRanks,
@@ -158,10 +165,10 @@ def models(kind, *, wrap="layers"):
     return whole, sharded
 
 
-def push(source, send, **kwargs):
+def push(source, send, *wants):
     """One push, as an updater does it on every rank."""
     if source.leads:
-        with leading(source) as announcement:
+        with leading(source, *wants) as announcement:
             announcement.outcome = send(source)
         return announcement.outcome
     return source.participate(timeout_s=FOLLOW_S)
@@ -524,6 +531,33 @@ def test_a_rank_that_stays_away_is_named_and_may_join_the_next_push():
     assert succeed(stay_away) == ["found", "found"]
 
 
+def poison(rank, wants):
+    """A part of a tensor that the sending rank does not hold is no number; what it has read."""
+    _, sharded = models("untied")
+    if rank:
+        with torch.no_grad():
+            sharded.lm_head.weight.to_local()[-1, 3] = torch.nan
+    found = []
+    try:
+        push(as_weight_source(sharded), lambda source: found.extend(source), *wants)
+    except (TrainerRankError, NonFiniteWeightsError) as error:
+        return str(error), len(found)
+    return "", len(found)
+
+
+@pytest.mark.parametrize("wants", [[CHECKS], [CHECKS, WRITES], []], ids=["", "late", "allowed"])
+def test_nan_that_another_rank_holds_is_refused(wants):
+    (said, num_read), (cause, _) = succeed(poison, wants=wants)
+    if not wants:
+        assert (said, cause) == ("", "")
+        assert num_read > 30
+        return
+    assert said.startswith("trainer rank 1: NonFiniteWeightsError: ")
+    assert "lm_head.weight" in said
+    assert "lm_head.weight" in cause
+    assert num_read == 0
+
+
 def differ(rank):
     """The ranks hold different models."""
     _, sharded = models("tied" if rank else "untied")
@@ -602,7 +636,7 @@ def test_a_rank_clears_its_cache_before_it_has_joined(ranks, monkeypatch, clears
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: cleared.append(store.check(["1/joined/1"]))
     )
-    leading = leader.begin("digest", clears=clears)
+    leading = leader.begin("digest", [CLEARS] * clears)
     follower.join(timeout_s=5).ready("digest {}")
     assert cleared == [False] * clears
     leading.reports()
@@ -611,7 +645,7 @@ def test_a_rank_clears_its_cache_before_it_has_joined(ranks, monkeypatch, clears
 def test_engines_wake_only_when_all_ranks_have_cleared_their_caches(ranks):
     leader, follower, _ = ranks
     source = ShardedModuleSource.__new__(ShardedModuleSource)
-    source._ranks, source._round = leader, leader.begin("digest", clears=True)
+    source._ranks, source._round = leader, leader.begin("digest", [CLEARS])
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(clear_caches, source)
         time.sleep(0.2)

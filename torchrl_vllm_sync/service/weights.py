@@ -129,7 +129,7 @@ class Weights:
                 replica that holds other weights is left behind, and named.
             allow_nonfinite: Send NaN and infinity, too. Of adapters that are merged, and of other
                 tensors that are computed as they are sent, the module's parameters are looked at;
-                of sharded ones this rank's.
+                of sharded ones each rank's, whose own call raises, and names them.
 
         Returns:
             What was sent, how long each phase took, and what each replica answered.

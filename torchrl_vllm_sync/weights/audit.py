@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torchrl_vllm_sync.weights.module import (
     is_peft,
     local,
     metadata_digest,
+    nonfinite,
     to_fp8,
     to_json,
 )
@@ -168,15 +168,7 @@ def chunk_of(tensor: torch.Tensor, index: int) -> bytes:
 
 def refuse_nonfinite(source: WeightSource) -> None:
     """Refuses NaN and infinity; of computed tensors a module's parameters stand for them."""
-    named = ((name, local(one)) for name, one in tensors_of(source))
-    tensors = {n: one for n, one in named if one.is_floating_point() and one.itemsize > 1}
-    doubtful: list[str] = []
-    for device in {one.device for one in tensors.values()}:
-        names = [name for name, one in tensors.items() if one.device == device]
-        # A sum shows either, in a tenth of the time of a norm; large values may overflow it.
-        sums = torch.stack([tensors[name].sum(dtype=torch.float32) for name in names]).tolist()
-        doubtful += [n for n, one in zip(names, sums, strict=True) if not math.isfinite(one)]
-    if bad := [name for name in doubtful if not tensors[name].isfinite().all()]:
+    if bad := nonfinite(tensors_of(source)):
         raise NonFiniteWeightsError(bad)
 
 

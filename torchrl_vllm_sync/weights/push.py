@@ -27,7 +27,14 @@ from torchrl_vllm_sync.weights.audit import Auditor, AuditReport, Content, refus
 from torchrl_vllm_sync.weights.auto import AutoTransport
 from torchrl_vllm_sync.weights.module import ModuleSource, OfLast, ParamMeta, is_peft
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
-from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, clear_caches, leading
+from torchrl_vllm_sync.weights.sharded import (
+    CHECKS,
+    CLEARS,
+    WRITES,
+    ShardedModuleSource,
+    clear_caches,
+    leading,
+)
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity
 from torchrl_vllm_sync.weights.snapshots.transport import MemmapTransport
 from torchrl_vllm_sync.weights.source import (
@@ -477,7 +484,11 @@ class WeightPusher:
             try:
                 source = as_weight_source(weights)
                 of = source.sharded if isinstance(source, AdapterSource) else source
-                with leading(of, clears=self._wakes) as announcement:
+                wants = [CLEARS] * self._wakes
+                # Of adapters the sending rank checks all that it has gathered.
+                if of is source and not options.get("allow_nonfinite"):
+                    wants += [CHECKS, *[WRITES] * isinstance(self.transport, P2PTransport)]
+                with leading(of, *wants) as announcement:
                     if version is not None:
                         check_version("version", version)
                     given = PushOptions(**options)

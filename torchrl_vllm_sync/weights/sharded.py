@@ -38,6 +38,7 @@ from torchrl_vllm_sync.weights.module import (
     layout_of,
     local,
     modules_of,
+    nonfinite,
     place_of,
     plan_of,
     repeated,
@@ -163,7 +164,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # a verdict is JSON of bounded size, and whatever a key may hold ends in a ``TrainerRankError``.
 
 FAILED, GATHER, DOOR, WRITE, VERDICT, BROKEN = "!", "g", "d", "w", "v", "broken"
-CLEARS = "clears"
+# What the leader wants of all ranks as it begins: to give back what GPU memory torch keeps, to find
+# NaN and infinity in what they hold, and that this waits until they write, as they are likely to.
+CLEARS, CHECKS, WRITES = "clears", "checks", "writes"
 STORE_ERRORS = dist.DistStoreError, dist.DistNetworkError
 # Of one value, checked once it is here: the store has no call for less.
 MOST_BYTES = 1 << 22
@@ -204,11 +207,11 @@ class TrainerRanks:
         self.rank, self.timeout_s, self.is_broken = rank, timeout_s, False
         self.store = PrefixStore("torchrl_vllm_sync/" + "-".join(map(str, ranks)), store)
 
-    def begin(self, digest: str, *, clears: bool = False) -> LeadingRound:
-        """Begins a round; the others may have to clear their caches of GPU memory before it."""
+    def begin(self, digest: str, wants: Iterable[str] = ()) -> LeadingRound:
+        """Begins a round, in which the others are to do besides what is wanted."""
         self._refuse_broken()
         number = self.store.add("rounds", 1)
-        self.store.set(f"{number}/begun", CLEARS if clears else "")
+        self.store.set(f"{number}/begun", " ".join(wants))
         return LeadingRound(self, number, digest)
 
     def join(self, *, timeout_s: float, outcome: Any = Any) -> FollowingRound:
@@ -217,10 +220,11 @@ class TrainerRanks:
         number = _number(self.await_text("rounds", timeout_s, "begin a push"), self.leader)
         ended = f"{number}/over", f"{number}/joined/{self.rank}"
         number += any(self.store.check([key]) for key in ended)
-        if self.await_text(f"{number}/begun", timeout_s, "begin a push") == CLEARS:
+        wants = self.await_text(f"{number}/begun", timeout_s, "begin a push").split()
+        if CLEARS in wants:
             torch.cuda.empty_cache()
         self.store.set(f"{number}/joined/{self.rank}", "")
-        return FollowingRound(self, number, timeout_s, outcome)
+        return FollowingRound(self, number, timeout_s, outcome, wants)
 
     def failure(self, error: BaseException) -> Verdict:
         if isinstance(error, TrainerRankError):
@@ -350,7 +354,15 @@ class LeadingRound:
 class FollowingRound:
     """Another rank's side of a round: :meth:`ready`, :meth:`next`, gather, :meth:`ready`, ..."""
 
-    def __init__(self, ranks: TrainerRanks, number: int, timeout_s: float, outcome: Any) -> None:
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        number: int,
+        timeout_s: float,
+        outcome: Any,
+        wants: Collection[str] = (),
+    ) -> None:
+        self.wants = wants
         self._ranks, self._number, self._timeout_s, self._step = ranks, number, timeout_s, 0
         self._store, self._outcome = ranks.store, outcome
 
@@ -564,7 +576,7 @@ class ShardedModuleSource:
             raise
 
     @contextmanager
-    def lead(self, *, clears: bool = False) -> Iterator[SimpleNamespace]:
+    def lead(self, *wants: str) -> Iterator[SimpleNamespace]:
         """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
         if not self.leads:
             raise errors.UnsupportedArgumentError(
@@ -575,7 +587,7 @@ class ShardedModuleSource:
         self._failure = None
         with self._at_rest() as held:
             with self._ranks.store_errors():
-                self._round = self._ranks.begin(held.plan.digest, clears=clears)
+                self._round = self._ranks.begin(held.plan.digest, wants)
             try:
                 yield announcement
                 self._round.succeed(announcement.outcome)
@@ -611,7 +623,9 @@ class ShardedModuleSource:
         # Prepared before this rank is called: failing between the call and the launch leaves the
         # sending rank alone in a collective, and the process group out of step.
         expected, prepared = 0, self._prepare(groups[0])
-        has_written = False
+        has_written, is_checked = False, CHECKS not in followed.wants
+        if not is_checked and WRITES not in followed.wants:
+            is_checked = self._refuse_nonfinite()
         offer = json.dumps({"node": this_node(), "tokens": writer.tokens(cuts)})
         followed.ready(f"{held.plan.digest} {offer}")
         while not isinstance(call := followed.next(), Verdict):
@@ -619,7 +633,8 @@ class ShardedModuleSource:
                 followed.ready(writer.door())
                 continue
             if isinstance(call, Passed):
-                self._write(call, followed)
+                self._write(call, followed, is_checked)
+                is_checked = True
                 has_written, whole = True, len(held.groups)
                 groups = held.groups + held.groups_of(call.left)
                 if groups[whole:]:
@@ -631,6 +646,7 @@ class ShardedModuleSource:
                     prepared = self._prepare(self._called(groups, call))
                 prepared.launch(self._watch(followed))
             under_way.append(prepared)
+            is_checked = is_checked or self._refuse_nonfinite()
             expected = (call + 1) % len(groups)
             prepared = self._prepare(groups[expected])
             followed.ready()
@@ -649,7 +665,13 @@ class ShardedModuleSource:
         known.writer = known.writer or ShardWriter()
         return known.writer
 
-    def _write(self, passed: Passed, followed: FollowingRound) -> None:
+    def _refuse_nonfinite(self) -> bool:
+        """Refuses what this rank holds, as the leading one does with its own; returns ``True``."""
+        if bad := nonfinite(self.shards()):
+            raise errors.NonFiniteWeightsError(bad)
+        return True
+
+    def _write(self, passed: Passed, followed: FollowingRound, is_checked: bool) -> None:
         """Writes this rank's shards to the memories that it knows or is passed now."""
         device, watch = self.device, self._watch(followed, "memory was not passed on")
         latest = Deadline(self._ranks.timeout_s + GRACE_S).at  # before, what is watched ends it
@@ -658,7 +680,11 @@ class ShardedModuleSource:
         # Each rank begins with another worker: to one they would all write through one link.
         places.rotate(-1 - self._ranks.others.index(self._ranks.rank))
         write(self.shards(), places, device)
-        finish(device)
+        try:
+            if not is_checked:  # while GPUs write
+                self._refuse_nonfinite()
+        finally:
+            finish(device)
 
     # ---- Every rank its own shard, on the sending rank
 
@@ -869,10 +895,10 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return DTensor in held or any(issubclass(one, FSDPModule) for one in set(map(type, parts)))
 
 
-def leading(source: object, *, clears: bool = False) -> AbstractContextManager[SimpleNamespace]:
+def leading(source: object, *wants: str) -> AbstractContextManager[SimpleNamespace]:
     """Wraps any push: of a sharded source in :meth:`ShardedModuleSource.lead`, else in nothing."""
     if isinstance(source, ShardedModuleSource):
-        return source.lead(clears=clears)
+        return source.lead(*wants)
     return nullcontext(SimpleNamespace())
 
 
