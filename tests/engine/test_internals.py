@@ -124,7 +124,7 @@ def test_call_between_steps_takes_answers_ahead_of_later_outputs(inside):
         except KeyError as error:
             raised = str(error)
         await task
-        return internals.knows_its_steps(actor.engine), places, answers, after, raised
+        return internals.knows_its_steps(actor.engine.vllm_config), places, answers, after, raised
 
     knows, places, answers, after, raised = inside(check)
     assert knows

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.checks import TOLERANCE, assert_holds, assert_labelled, distance, perturbed
@@ -26,6 +27,7 @@ from torchrl_vllm_sync.testing import load_tiny_model
 from torchrl_vllm_sync.weights.p2p.memory import MappedMemory
 from torchrl_vllm_sync.weights.p2p.transport import P2PTransport
 from torchrl_vllm_sync.weights.p2p.writes import Places
+from torchrl_vllm_sync.weights.source import MappingSource
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
@@ -119,6 +121,7 @@ def test_ranks_of_a_sharded_trainer_write_their_own_parts(plain, model, checkpoi
 
 
 NUM_PUSHES = 40
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def staged():
@@ -277,11 +280,29 @@ async def test_the_check_above_notices_boundaries_that_are_off_by_a_step(plain, 
 
 @ray.remote(num_cpus=0)
 class Rival:
-    """A trainer that ends, or stops, in the middle of its writing."""
+    """A trainer that ends, or stops, in the middle of its writing, or of its broadcast."""
 
-    def __init__(self, name, checkpoint):
+    def __init__(self, name, checkpoint, *, broadcasts=False):
         self.service, self.checkpoint = attach(name), checkpoint
-        self.service.use_transport(P2PTransport())
+        self.service.use_transport(broadcast() if broadcasts else P2PTransport())
+
+    def broadcast(self, how):
+        model = load_tiny_model(self.checkpoint)
+        self.service.push_weights(model)  # by a plan, which is checked
+
+        def half():
+            for at, item in enumerate(perturbed(model, seed=5).state_dict().items()):
+                if at == 20:
+                    os.kill(os.getpid(), how)
+                yield item
+
+        whole = MappingSource.__iter__
+        MappingSource.__iter__ = lambda source: half()
+        MappingSource.views = lambda source: None
+        try:
+            return self.service.push_weights(MappingSource(model.state_dict())).version
+        finally:
+            MappingSource.__iter__ = whole
 
     def pid(self):
         return os.getpid()
@@ -333,3 +354,28 @@ def pushed(service, model):
         return service.push_weights(model)
     except PushUnderWayError:
         return None
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_trainer_that_ends_amid_a_broadcast_leaves_nobody_waiting(
+    plain, checkpoint, model, how
+):
+    """The engines, which were receiving between two steps, serve whole weights after the next."""
+    plain.push_weights(model)
+    rival = Rival.remote(plain.name, checkpoint, broadcasts=True)
+    pid = ray.get(rival.pid.remote(), timeout=60)
+    pushing = rival.broadcast.remote(how)
+    if how == signal.SIGKILL:
+        with pytest.raises(ray.exceptions.RayError):
+            ray.get(pushing, timeout=60)
+    else:
+        eventually(lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text())
+    perturbed(model, seed=6)
+    try:
+        eventually(lambda: pushed(plain, model), timeout_s=90)
+        assert_holds(plain, model)
+    finally:
+        if how == signal.SIGSTOP:
+            os.kill(pid, signal.SIGKILL)
+    outputs = await asyncio.gather(*(plain.agenerate([5, 6, 7 + one], GREEDY) for one in range(4)))
+    assert {one.max_version for one in outputs} == {plain.weight_version}

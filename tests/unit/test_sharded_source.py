@@ -33,7 +33,8 @@ from torchrl_vllm_sync.errors import (
     WeightMismatchError,
 )
 from torchrl_vllm_sync.weights import sharded as sharded_module
-from torchrl_vllm_sync.weights.module import ModuleSource
+from torchrl_vllm_sync.weights.audit import refuse_nonfinite
+from torchrl_vllm_sync.weights.module import ModuleSource, local
 from torchrl_vllm_sync.weights.sharded import (
     CHECKS,
     CLEARS,
@@ -165,13 +166,13 @@ def models(kind, *, wrap="layers"):
     return whole, sharded
 
 
-def push(source, send, *wants):
+def push(source, send, *wants, is_new=True):
     """One push, as an updater does it on every rank."""
     if source.leads:
-        with leading(source, *wants) as announcement:
+        with leading(source, *wants, is_new=is_new) as announcement:
             announcement.outcome = send(source)
         return announcement.outcome
-    return source.participate(timeout_s=FOLLOW_S)
+    return source.participate(timeout_s=FOLLOW_S, is_new=is_new)
 
 
 def read(source):
@@ -252,6 +253,14 @@ def untied(model):
     model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
 
 
+def moved(model):
+    weight = model.model.layers[0].mlp.up_proj.weight
+    if isinstance(weight, DTensor):
+        weight._local_tensor = weight._local_tensor + 1
+    else:
+        weight.data += 1
+
+
 def gathered(model):
     if isinstance(model, FSDPModule):
         model.unshard()
@@ -261,6 +270,7 @@ def gathered(model):
 CHANGES = [
     (lambda _: None, {"looks": 1, "state dicts": 1}),
     (lambda _: None, {"looks": 1}),
+    (moved, {"looks": 2, "state dicts": 1}),
     (gathered, {"looks": 2, "state dicts": 1}),  # which shards it again
     (torch.nn.Module.double, {"looks": 2, "state dicts": 1}),
     (replaced, {"looks": 2, "state dicts": 1}),
@@ -287,8 +297,12 @@ def look(rank, is_blind=False):
         for model in (whole, sharded):
             change(model)
         counts.clear()
-        push(as_weight_source(sharded), lambda source: compare(read(source), whole))
+        source = as_weight_source(sharded)
+        push(source, lambda source: compare(read(source), whole))
         seen.append(dict(counts))
+        held = {name: local(one) for name, one in state_dict(keep_vars=True).items()}
+        for name, shard in source.shards():
+            assert torch.equal(shard, held[name]), name
     return seen
 
 
@@ -302,6 +316,45 @@ def test_the_comparison_above_notices_that_nothing_is_gathered():
     assert isinstance(results[1][0], TrainerRankError)
     assert results[1][0].rank == 0
     assert "AssertionError" in results[1][0].reason
+
+
+def look_late(rank, is_new):
+    """Pushes from a source that was made before the model's tensors moved."""
+    whole, sharded = models("tied")
+    source = as_weight_source(sharded)
+    for model in (whole, sharded):
+        moved(model)
+        replaced(model)
+    push(source, lambda source: compare(read(source), whole), is_new=is_new)
+
+
+def test_a_source_that_was_made_before_finds_them_too():
+    succeed(look_late, is_new=False)
+
+
+def test_the_check_above_notices_what_a_new_one_would_not_look_for():
+    assert isinstance(run(look_late, is_new=True)[0][0], AssertionError)
+
+
+class Held:
+    """What a parameter may refer to."""
+
+
+def forget(rank):
+    """Drops a model of whose parameters one refers to an object that refers to the model."""
+    as_weight_source(torch.nn.Linear(1, 1))  # imports, of which failed ones keep their frames
+    _, sharded = models("tied")
+    sharded.lm_head.weight.held = held = Held()
+    held.model = sharded
+    as_weight_source(sharded)
+    dropped = weakref.ref(sharded)
+    del sharded, held
+    gc.collect()
+    return dropped() is None
+
+
+def test_a_model_is_let_go_of():
+    assert succeed(forget) == [True, True]
 
 
 def test_the_comparison_above_notices_what_has_moved():
@@ -753,6 +806,11 @@ def test_a_sharded_model_without_storage_is_refused_on_every_rank():
 def alone(rank):
     whole, sharded = models("moe")
     compare(read(as_weight_source(sharded)), whole)
+    refuse_nonfinite(as_weight_source(sharded))
+    with torch.no_grad():
+        sharded.lm_head.weight.to_local()[-1, 3] = torch.nan
+    with pytest.raises(NonFiniteWeightsError, match="lm_head"):
+        refuse_nonfinite(as_weight_source(sharded))
 
 
 def test_one_rank_needs_no_others():

@@ -215,7 +215,9 @@ class Arrivals:
             if self._is_checked and updates.can_swap(**options):
                 return await updates.swap(*call, **push)
             load = functools.partial(updates.call_workers, *call)
-            return await updates.apply(lambda left: load(timeout_s=left), **push, **options)
+            report = await updates.apply(lambda left: load(timeout_s=left), **push, **options)
+            self._has_plans &= report.path == "plan"
+            return report
 
     # ---- From another replica, or to one
 

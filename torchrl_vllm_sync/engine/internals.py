@@ -359,11 +359,10 @@ def loras_in_use(engine: AsyncLLM) -> set[int]:
     return {one.lora_request.lora_int_id for one in states if one.lora_request is not None}
 
 
-def knows_its_steps(engine: AsyncLLM) -> bool:
+def knows_its_steps(config: VllmConfig) -> bool:
     """Whether it is known which tokens come of steps that workers began before a call."""
     # All workers come to a call behind the steps that the core has begun, of which one at most
     # (async scheduling) has not shown its tokens yet.
-    config: Any = engine.vllm_config
     parallel, model = config.parallel_config, config.model_config
     return (
         # Ray's executors may give a call to workers ahead of steps.

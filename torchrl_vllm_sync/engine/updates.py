@@ -284,10 +284,10 @@ class Updates:
             await self.commit(pause, version, str(version), run_id)
         return pause.report(version, answers, **(phases or {}))
 
-    def can_swap(self, mode: PauseMode, clear_cache: bool) -> bool:
+    def can_swap(self, mode: PauseMode = "keep", clear_cache: bool = False) -> bool:
         """Whether :meth:`swap` does what :meth:`apply` does; an incomplete engine may be paused."""
         keeps = mode == "keep" and not clear_cache and self.whole and not self.apart
-        return keeps and internals.knows_its_steps(self._engine)
+        return keeps and internals.knows_its_steps(self._engine.vllm_config)
 
     async def swap(
         self,

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from torchrl_vllm_sync.checks import in_thread
 from torchrl_vllm_sync.engine.adapters import WorkerAdapters
 from torchrl_vllm_sync.engine.args import BROADCAST_BACKEND
-from torchrl_vllm_sync.engine.internals import spare_generators
+from torchrl_vllm_sync.engine.internals import knows_its_steps, spare_generators
 from torchrl_vllm_sync.engine.plan import Tensors, reload_model, repack_cpu
 from torchrl_vllm_sync.engine.receiver import (
     BroadcastInitInfo,
@@ -177,7 +177,8 @@ class SyncWorkerExtension:
             self._sync_step = step
             return execute(step, *args)
 
-        self.execute_model = watched
+        if knows_its_steps(self.vllm_config):
+            self.execute_model = watched
         if arena is not None and engine.device.type == "cuda":
             # The weights, which vLLM has counted, are in the arena, which it counts as well.
             self.model_runner.model_memory_usage -= arena.num_bytes

@@ -345,7 +345,8 @@ class WeightUpdater:
             )
         last_s = 0.0 if self.last_report is None else self.last_report.seconds
         limit_s = self._options.timeout_s or max(FIRST_TIMEOUT_S, SLOWER * last_s)
-        return source.participate(PushReport, timeout_s=MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S)
+        limit_s = MOST_ATTEMPTS * limit_s + FOLLOW_GRACE_S
+        return source.participate(PushReport, timeout_s=limit_s, is_new=source is not weights)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Calls :meth:`open` if there is a service, as ``collector.init_updater(...)`` wants it.

@@ -488,7 +488,7 @@ class WeightPusher:
                 # Of adapters the sending rank checks all that it has gathered.
                 if of is source and not options.get("allow_nonfinite"):
                     wants += [CHECKS, *[WRITES] * isinstance(self.transport, P2PTransport)]
-                with leading(of, *wants) as announcement:
+                with leading(of, *wants, is_new=source is not weights) as announcement:
                     if version is not None:
                         check_version("version", version)
                     given = PushOptions(**options)

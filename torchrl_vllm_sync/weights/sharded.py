@@ -503,8 +503,7 @@ class ShardedModuleSource:
             )
         held, rank = self._look(), dist.get_rank()
         ranks = held.ranks
-        # For the push that this is made for; an adapter's is made long before.
-        self._resting = held if only is None else None
+        self._resting, self._found = None, held if only is None else None
         if rank not in ranks:
             raise errors.UnsupportedArgumentError(
                 f"rank {rank} must be one of the model's ranks, {list(ranks)}"
@@ -576,8 +575,11 @@ class ShardedModuleSource:
             raise
 
     @contextmanager
-    def lead(self, *wants: str) -> Iterator[SimpleNamespace]:
-        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``."""
+    def lead(self, *wants: str, is_new: bool = False) -> Iterator[SimpleNamespace]:
+        """Wraps a push on the sending rank: the others learn how it ended, and any ``outcome``.
+
+        Of a source that was made for it, and is new, the tensors are where they were found then.
+        """
         if not self.leads:
             raise errors.UnsupportedArgumentError(
                 f"rank {self._ranks.rank} must take part with participate(): "
@@ -585,7 +587,7 @@ class ShardedModuleSource:
             )
         announcement = SimpleNamespace(outcome=None)
         self._failure = None
-        with self._at_rest() as held:
+        with self._at_rest(is_new) as held:
             with self._ranks.store_errors():
                 self._round = self._ranks.begin(held.plan.digest, wants)
             try:
@@ -601,12 +603,12 @@ class ShardedModuleSource:
             finally:
                 self._round = self._failure = None
 
-    def participate(self, outcome: Any = Any, *, timeout_s: float) -> Any:
+    def participate(self, outcome: Any = Any, *, timeout_s: float, is_new: bool = False) -> Any:
         """Takes part in one push on a rank that does not send; returns its outcome."""
         with self._ranks.store_errors():
             followed = self._ranks.join(timeout_s=timeout_s, outcome=outcome)
             try:
-                with self._at_rest():
+                with self._at_rest(is_new):
                     verdict = self._follow(followed)
             except BaseException as error:
                 followed.fail(error)
@@ -817,9 +819,9 @@ class ShardedModuleSource:
         return self._resting or self._look()
 
     @contextmanager
-    def _at_rest(self) -> Iterator[_Held]:
+    def _at_rest(self, is_new: bool) -> Iterator[_Held]:
         """Looks once for the tensors of a push."""
-        self._resting = self._held
+        self._resting = (is_new and self._found) or self._look()
         try:
             yield self._resting
         finally:
@@ -834,18 +836,21 @@ class ShardedModuleSource:
         held: _Held | None = known.held
         if held is not None and held.layout == _layout_of(self.owner):
             return held
-        every = dict(self.owner.state_dict(keep_vars=True))  # FSDP's hooks shard what was gathered
-        check_readable(every)
+        found = dict(self.owner.state_dict(keep_vars=True))  # FSDP's hooks shard what was gathered
+        check_readable(found)
         layout = _layout_of(self.owner)
         if held is not None and held.layout == layout:
             return held
         # Not by value: ranks would have to agree, and each sees only its own shard.
-        left_out = repeated(self.owner, every, lambda one, two: every[one] is every[two])
-        tensors = {name: one for name, one in every.items() if name not in left_out}
-        held = _Held(plan_of(self.owner, tensors), tensors, every, layout)
+        left_out = repeated(self.owner, found, lambda one, two: found[one] is found[two])
         # Hooks may compute a state dict that changes where the module's tensors do not.
         own = {one[:1] for one in layout if isinstance(one, tuple)}
-        known.held = held if own.issuperset((id(one),) for one in every.values()) else None
+        is_fixed = own.issuperset((id(one),) for one in found.values())
+        # Parameters may have hooks that refer to the owner.
+        every = {name: one.detach() for name, one in found.items()}
+        tensors = {name: one for name, one in every.items() if name not in left_out}
+        held = _Held(plan_of(self.owner, tensors), tensors, every, layout)
+        known.held = held if is_fixed else None
         return held
 
 
@@ -895,10 +900,12 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return DTensor in held or any(issubclass(one, FSDPModule) for one in set(map(type, parts)))
 
 
-def leading(source: object, *wants: str) -> AbstractContextManager[SimpleNamespace]:
+def leading(
+    source: object, *wants: str, is_new: bool = False
+) -> AbstractContextManager[SimpleNamespace]:
     """Wraps any push: of a sharded source in :meth:`ShardedModuleSource.lead`, else in nothing."""
     if isinstance(source, ShardedModuleSource):
-        return source.lead(*wants)
+        return source.lead(*wants, is_new=is_new)
     return nullcontext(SimpleNamespace())
 
 
