@@ -45,6 +45,7 @@ class World:
                 data_parallel_index=0, world_size=size, rank=rank
             )
             worker = SyncWorkerExtension()
+            worker.execute_model = None  # vLLM's worker has it
             worker.weight_transfer_engine, worker.vllm_config = made, models.vllm_config
             self.workers.append(worker)
         self.metadata = checkpoint_metadata(models.model_config)

@@ -177,7 +177,7 @@ class SyncWorkerExtension:
             self._sync_step = step
             return execute(step, *args)
 
-        if knows_its_steps(self.vllm_config):
+        if knows_its_steps(engine.vllm_config):
             self.execute_model = watched
         if arena is not None and engine.device.type == "cuda":
             # The weights, which vLLM has counted, are in the arena, which it counts as well.
