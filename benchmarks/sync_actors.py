@@ -113,7 +113,9 @@ def raw_broadcast(num_bytes: int, num_receivers: int, rounds: int, num_gpus: int
 class Trainer:
     """A model of the engines' architecture, and the pushes of it."""
 
-    def __init__(self, rank: int, checkpoint: str, dtype: str, has_adapter: bool = False) -> None:
+    def __init__(
+        self, checkpoint: str, dtype: str, has_adapter: bool = False, rank: int = 0
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.device = own_device(rank)
@@ -203,7 +205,7 @@ class Trainers:
     """A trainer of one or more ranks, an actor each, that are called together."""
 
     def __init__(self, num_ranks: int, *args: Any, num_gpus: int) -> None:
-        self._ranks = [spawn(Trainer, one, *args, num_gpus=num_gpus) for one in range(num_ranks)]
+        self._ranks = [spawn(Trainer, *args, one, num_gpus=num_gpus) for one in range(num_ranks)]
         if num_ranks > 1:
             where, number = address_of(self._ranks[0]), len(self._ranks)
             parts = [one.shard.remote(where, at, number) for at, one in enumerate(self._ranks)]
