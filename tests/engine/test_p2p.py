@@ -370,6 +370,8 @@ async def test_a_trainer_that_ends_amid_a_broadcast_leaves_nobody_waiting(
             ray.get(pushing, timeout=60)
     else:
         eventually(lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text())
+    held_up = {ReplicaState.STALE, ReplicaState.UPDATING}  # and it was amid
+    eventually(lambda: held_up.issuperset(one.state for one in plain.status().replicas))
     perturbed(model, seed=6)
     try:
         eventually(lambda: pushed(plain, model), timeout_s=90)

@@ -189,11 +189,15 @@ def modules_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         pending += [one for one in vars(part)["_modules"].values() if one is not None]
 
 
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identifies the memory of a tensor and its layout."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def layout_of(
-    module: torch.nn.Module, place: Callable[[torch.Tensor], tuple[Any, ...]] | None = None
+    module: torch.nn.Module, place: Callable[[torch.Tensor], tuple[Any, ...]] = place_of
 ) -> list[Any]:
     """Returns names and places of all tensors in ``module``; equal lists: nothing has moved."""
-    place = place or place_of
     layout: list[Any] = []
     for parts in map(vars, modules_of(module)):  # several times quicker than `state_dict()`
         layout.append(tuple(parts["_modules"]))
@@ -204,11 +208,6 @@ def layout_of(
                     layout.append(place(tensor))
         layout.append(len(parts["_non_persistent_buffers_set"]))
     return layout
-
-
-def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identifies the memory of a tensor and its layout."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 # ---- Quantised

@@ -880,15 +880,9 @@ class _Held:
         return [Group(one, {n: tensors[n] for b in one for n in b.sources}) for one in grouped]
 
 
-@torch.no_grad()
 def _layout_of(module: torch.nn.Module) -> list[Any]:
     """As :func:`layout_of`, of what this rank holds of tensors, and of which ones."""
-
-    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-        held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return id(tensor), *place_of(held)
-
-    return layout_of(module, place)
+    return layout_of(module, lambda one: (id(one), *place_of(local(one))))
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
