@@ -16,7 +16,7 @@ The clock stands still while engines start and while held-out problems are answe
 the set-up's own engine, before the first step, every ``--every`` seconds, and after the last step.
 What the systems do for the first time (kernels, memory) counts. Of a set-up's parallel samples each
 is one evaluation; ``mean reward``, ``throughput`` and how busy GPUs were are of the time since the
-one before it, and have one sample fewer.
+one before it, and have one sample fewer. A step's phases are means of all steps.
 
 ``python -m benchmarks.learning_curves --model FOLDER`` takes five minutes a set-up on GPUs,
 and each set-up leaves a record of its own; ``--smoke`` takes half a minute.
@@ -33,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -107,10 +107,10 @@ class OverService:
         self.num_tokens += sum(len(one.token_ids) for of in outputs for one in of.outputs)
         return outputs
 
-    def step(self) -> float:
-        seconds = sum(self.system.advance().values())
+    def step(self) -> dict[str, float]:
+        phases = self.system.advance()
         self.rewards += map(float, self.system.rewards)
-        return seconds
+        return phases
 
     def settle(self) -> None:
         self.system.settle()
@@ -164,10 +164,7 @@ class OverTRL:
             score=scored["fn"],
             over=scored.get("over", "text"),
         )
-        self.sampled, self.close = self.trl.sampled, self.trl.close
-
-    def step(self) -> float:
-        return sum(self.trl.step().values())
+        self.step, self.sampled, self.close = self.trl.step, self.trl.sampled, self.trl.close
 
     def settle(self) -> None:
         """It samples nothing ahead."""
@@ -183,7 +180,7 @@ def curve(
 
     It ends earlier at a time of ``time.monotonic()``, though not before a step.
     """
-    trained, steps, counted_from = 0.0, 0, 0.0
+    trained, steps, counted_from, phases = 0.0, 0, 0.0, Counter[str]()
     busy: dict[Any, list[float]] = defaultdict(list)
     found: dict[Any, list[float]] = {
         ("seconds of training", "s"): [trained],
@@ -194,7 +191,8 @@ def curve(
     }
     is_over, since = False, time.perf_counter()
     while not is_over:
-        trained += setup.step()
+        phases.update(step := setup.step())
+        trained += sum(step.values())
         steps += 1
         is_over = trained >= seconds or time.monotonic() >= deadline
         if is_over or trained >= counted_from + every_s:
@@ -211,7 +209,8 @@ def curve(
                 samples.append(value)
             counted_from, since = trained, time.perf_counter()
             print(f"{trained:7.1f} s {steps:5} steps, held out {values[1]:.3f}", flush=True)
-    return found | busy
+    means = {(f"{name}, mean of steps", "s"): [all_s / steps] for name, all_s in phases.items()}
+    return found | busy | means
 
 
 def run(name: str, arguments: argparse.Namespace, service: Any, deadline: float) -> Path:
