@@ -74,7 +74,10 @@ class TRL:
         num_gpus = torch.cuda.device_count()
         if num_gpus == 1 and not (alone or sleeps):
             raise RuntimeError("the trainer needs another GPU than the engine's")
-        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 1))
+        if num_gpus > 1:  # of which it sees its own alone: it refuses several
+            self.trainer: Any = ray.remote(num_gpus=1, num_cpus=0)(Trainer).remote()
+        else:
+            self.trainer = spawn(Trainer, num_gpus=0)
         try:
             beginning = self.trainer.begin.remote(checkpoint, problems, sleeps=sleeps, **settings)
             ray.get(beginning, timeout=TIMEOUT_S)
