@@ -289,6 +289,11 @@ class TokenLog:
             end - begin
         )
 
+    def rates(self, when: float, around_ms: range) -> list[float]:
+        """Tokens per second of each of these milliseconds from ``when`` on to the next."""
+        starts = [when + one / 1e3 for one in around_ms]
+        return [self.rate((begin, begin + around_ms.step / 1e3)) for begin in starts]
+
     def step_s(self) -> float:
         """Median seconds between two outputs of a request."""
         return statistics.median(later - sooner for sooner, later in self._steps())

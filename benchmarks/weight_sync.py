@@ -11,6 +11,7 @@ reload.
 - ``gap beyond a step``: the longest time without a token around a push, less the usual one.
 - ``speed while weights arrive``: tokens per second, in per cent of those before the push: of staged
   weights from the first byte to the pause, of others from the push's beginning to its end.
+- ``tokens around a push``: of the push with the median gap, every 5 ms from 50 ms before it on.
 
 With ``adapter`` among ``--systems`` the trainer has a LoRA adapter of rank 16, which that system
 pushes alone, to engines of its own, and the others merged.
@@ -24,6 +25,7 @@ the GPUs of the engines, one each.
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -59,6 +61,8 @@ GRAPHS = {
 PROBE = list(range(5, 69))
 # Seconds for which loaded engines are left alone before each push.
 QUIET_S = 0.3
+# Milliseconds from a push's beginning in which tokens per second are noted, and of each figure.
+AROUND_MS = range(-50, 300, 5)
 # bfloat16 carries 8 bits; the values compared are about -12 and differ by units between models.
 MOST_DIFFERENCE = {"bfloat16": 0.3, "float32": 1e-3, "fp8": 1.0}
 
@@ -224,6 +228,9 @@ def under_load(
         for key in of_replicas[0]:
             values = [one[key] for one in of_replicas]
             found.setdefault(key, []).append((max if key[1] == "ms" else min)(values))
+    gaps = found["longest gap", "ms"][:-1]  # behind the last push requests end too early
+    _, begin, _ = marks[gaps.index(statistics.median_low(gaps))]
+    found["tokens around a push", "tokens/s"] = logs[0].rates(begin[0], AROUND_MS)
     return reports, found
 
 

@@ -1,7 +1,8 @@
 """The table of weight synchronisation, and its pictures, from the records.
 
 ``python -m benchmarks.weight_sync_report`` prints the table of all records in
-``benchmarks/results``, draws one PNG a record beside it, and ``weight_sync_pauses.png`` of all.
+``benchmarks/results``, draws one PNG a record beside it, and ``weight_sync_pauses.png`` of all; a
+second one, ``..._tokens.png``, of those that say what running engines did around a push.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import RESULTS, medians_of, picture, runs_of
+from benchmarks.weight_sync import AROUND_MS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,10 +129,35 @@ def timeline(run: dict[str, Any], path: Path) -> None:
         )
 
 
+def tokens(run: dict[str, Any], path: Path) -> None:
+    """Draws tokens per second of running engines around one push of each system, if noted."""
+    noted = {
+        SYSTEMS.index(one["system"]): one["samples"]
+        for one in run["records"]
+        if one["metric"] == "tokens around a push" and one["system"] in SYSTEMS
+    }
+    if not noted:
+        return
+    shared: Any = {"sharex": True, "sharey": True, "squeeze": False}
+    with picture(path, len(noted), figsize=(8, 1 + 0.8 * len(noted)), **shared) as (figure, rows):
+        for (system, rates), (axes,) in zip(sorted(noted.items()), rows, strict=True):
+            label, colour = [*PAUSES.items()][system]
+            places = [one + AROUND_MS.step / 2 for one in AROUND_MS]
+            axes.fill_between(places, [one / 1e3 for one in rates], color=colour, alpha=0.7)
+            axes.axvline(0, color="black", linewidth=0.8)
+            axes.set_title(label, loc="left", fontsize=9, color=colour)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_ylim(bottom=0)
+            axes.margins(x=0)
+        rows[-1][0].set_xlabel(f"ms since the trainer began to push, {run['hardware']}")
+        figure.supylabel("thousand tokens/s", fontsize=9)
+
+
 def main() -> int:
     runs = runs_of("weight_sync")
     for path, run in runs.items():
         timeline(run, path.with_suffix(".png"))
+        tokens(run, path.with_name(f"{path.stem}_tokens.png"))
     pauses([*runs.values()], RESULTS / "weight_sync_pauses.png")
     print(table([*runs.values()]), end="")
     return 0

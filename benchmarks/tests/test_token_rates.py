@@ -21,6 +21,10 @@ def test_rates_count_parts_of_steps(window, rate):
     assert LOG.rate(window) == pytest.approx(rate)
 
 
+def test_rates_around_a_moment():
+    assert LOG.rates(0.1, range(-20, 30, 10)) == pytest.approx([200, 200, 100, 100, 100])
+
+
 def test_outputs_of_several_tokens_count_by_their_tokens():
     log = TokenLog(requests=[[(0.0, 1), (0.1, 5), (0.2, 6)]])
     assert log.rate((0.0, 0.2)) == pytest.approx(25)

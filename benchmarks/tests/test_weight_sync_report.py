@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from benchmarks.record import runs_of
-from benchmarks.weight_sync_report import pauses, table, timeline
+from benchmarks.weight_sync import AROUND_MS
+from benchmarks.weight_sync_report import pauses, table, timeline, tokens
 
 RECORDS = [*runs_of("weight_sync").values()]
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "measured.md"
@@ -54,3 +55,12 @@ def test_the_timeline_is_drawn(tmp_path):
 def test_the_pauses_are_drawn(tmp_path):
     pauses(RECORDS, tmp_path / "pauses.png")
     assert (tmp_path / "pauses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_around_a_push_are_drawn_where_they_were_noted(tmp_path):
+    tokens(RUN, tmp_path / "tokens.png")
+    assert not (tmp_path / "tokens.png").exists()
+    noted = {"metric": "tokens around a push", "samples": [5000.0] * len(AROUND_MS)}
+    systems = [{**noted, "system": one, "case": "8b-1"} for one in ("p2p", "broadcast")]
+    tokens({**RUN, "records": systems}, tmp_path / "tokens.png")
+    assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
