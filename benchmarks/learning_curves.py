@@ -240,6 +240,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=24, help="seconds between evaluations")
     parser.add_argument("--held-out", type=int, default=256, help="problems to evaluate on")
     parser.add_argument("--lr", type=float, help="learning rate; the preset's if left out")
+    parser.add_argument("--rows-per-pass", type=int, help="of the trainer's; the preset's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=3600, help="of all set-ups together")
     arguments = parser.parse_args(argv)
@@ -255,9 +256,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     preset = PRESETS.get(arguments.dataset, PRESETS["reasoning-gym"])
     group = preset["group_size"]
     arguments.lr = preset["lr"] if arguments.lr is None else arguments.lr
-    arguments.case = Case(
-        "", group * preset["groups"], preset["max_tokens"], preset["rows_per_pass"], group
-    )
+    per_pass = arguments.rows_per_pass or preset["rows_per_pass"]
+    arguments.case = Case("", group * preset["groups"], preset["max_tokens"], per_pass, group)
     return arguments
 
 

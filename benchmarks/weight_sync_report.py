@@ -147,8 +147,8 @@ def tokens(run: dict[str, Any], path: Path) -> None:
             axes.axvline(0, color="black", linewidth=0.8)
             axes.set_title(label, loc="left", fontsize=9, color=colour)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_ylim(bottom=0)
             axes.margins(x=0)
+        rows[0][0].set_ylim(0, 1.05e-3 * max(map(max, noted.values())))
         rows[-1][0].set_xlabel(f"ms since the trainer began to push, {run['hardware']}")
         figure.supylabel("thousand tokens/s", fontsize=9)
 

@@ -27,7 +27,7 @@ class Scripted:
 
     def step(self):
         self.steps += 1
-        return 3.0
+        return {"sample": 1.0, "loss": 2.0}
 
     def settle(self):
         self.now[0] += 1
@@ -57,6 +57,8 @@ def test_the_clock_stands_still_during_evaluations_and_counts_what_is_sampled_ah
         "steps": [0, 2, 4],
         "mean reward": [0.5, 0.5],
         "throughput": [100 / 7, 100 / 7],
+        "sample, mean of steps": [1],
+        "loss, mean of steps": [2],
     }
 
 
@@ -99,7 +101,7 @@ def test_set_ups_train_on_the_same_problems_in_the_same_order(tmp_path, monkeypa
 
     monkeypatch.setattr(learning_curves, "reward", reward)
     monkeypatch.setattr(grpo_systems, "WeightUpdater", Updater)
-    trl = SimpleNamespace(sampled=None, close=None)
+    trl = SimpleNamespace(step=None, sampled=None, close=None)
     monkeypatch.setattr(
         learning_curves, "TRL", lambda _, problems, **options: given.update(asked=problems) or trl
     )
@@ -114,7 +116,7 @@ def test_set_ups_train_on_the_same_problems_in_the_same_order(tmp_path, monkeypa
         asked.clear()
         with set_list_to_stack(True):
             setup = OverService(name, arguments, Service())
-            seconds = [setup.step() for _ in range(3)]
+            seconds = [sum(setup.step().values()) for _ in range(3)]
             mean_reward, num_tokens = setup.sampled()
             old = setup.old()
             setup.close()
@@ -129,6 +131,7 @@ def test_the_preset_of_the_task_is_tutorial_ones():
     assert arguments.dataset == "low-ids"
     assert (arguments.case.rows, arguments.case.group, arguments.lr) == (32, 8, 5e-3)
     assert parsed(["--lr", "0"]).lr == 0
+    assert parsed(["--rows-per-pass", "16"]).case.minibatch == 16
 
 
 def run_of(setup, accuracies, finished_at="2026-11-23T10:00:00+00:00"):
