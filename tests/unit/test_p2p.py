@@ -34,7 +34,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
     WeightMismatchError,
 )
-from torchrl_vllm_sync.replica import ReplicaState
+from torchrl_vllm_sync.replica import LoadReport, ReplicaState
 from torchrl_vllm_sync.weights.p2p import writes
 from torchrl_vllm_sync.weights.p2p.memory import MappedMemory, device_of, this_node
 from torchrl_vllm_sync.weights.source import MappingSource
@@ -409,3 +409,38 @@ def push_shards(rank):
 
 def test_shards_of_several_ranks_are_written_whole():
     assert succeed(push_shards) == [True, True]
+
+
+def test_a_plan_that_another_way_refuted_is_not_trusted_between_two_steps():
+    class Told(BareUpdates):
+        path = "plan"
+
+        def can_swap(self, **options):
+            return True
+
+        async def call_workers(self, *call, **options):
+            return [{"error": "", "path": self.path, "path_reason": "", "direct": True}]
+
+        async def swap(self, *call, **push):
+            return self.came("swap")
+
+        async def apply(self, *call, **push):
+            return self.came("apply")
+
+        def came(self, how):
+            self.asked.append(how)
+            return LoadReport(version=1, path=self.path)
+
+    async def run():
+        updates = Told()
+        loads, push = Arrivals(updates, list), {"version": 1, "run_id": "r", "timeout_s": 9.0}
+        await loads.prepare_broadcast([], 1, timeout_s=9.0)
+        await loads.receive_broadcast(1, "", **push)
+        updates.path = "layerwise"
+        await loads.take_written([0], **push)  # the first, which is compared with a reload
+        updates.path = "plan"
+        await loads.receive_broadcast(2, "", **push)
+        await loads.receive_broadcast(3, "", **push)
+        return updates.asked
+
+    assert asyncio.run(run()) == ["swap", "apply", "apply", "swap"]
