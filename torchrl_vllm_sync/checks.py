@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -51,6 +52,11 @@ def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
     if not (is_number and (0 < value < math.inf or (or_zero and value == 0))):
         wanted = "from 0 on" if or_zero else "greater than 0"
         raise UnsupportedArgumentError(f"{name} must be a finite number {wanted}, got {value!r}")
+
+
+def is_missing(model: str) -> bool:
+    """Whether a model is a path, and there is nothing; others may be names on a hub."""
+    return model.startswith(("/", ".", "~")) and not Path(model).exists()
 
 
 # What the int64 stamps on rows can hold.

@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchrl-vllm-sync", epilog=_EPILOG)
+    about = "Serves a model from several vLLM engines, trains with GRPO, and watches services."
+    parser = argparse.ArgumentParser("torchrl-vllm-sync", description=about, epilog=_EPILOG)
     version = metadata.version("torchrl-vllm-sync")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -103,7 +104,7 @@ def _train(options: argparse.Namespace, console: Console) -> None:
     sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
     train_grpo(config)
     kept, logs = config.logging.checkpoint_dir, config.logging.log_dir
-    weights = f"weights in {kept}" if kept else "weights are kept with logging.checkpoint_dir"
+    weights = f"weights in {kept}" if kept else "weights were not saved: set logging.checkpoint_dir"
     console.print(f"logs in {logs}; {weights}", markup=False)
 
 

@@ -3,12 +3,13 @@
 Usage:
     python tutorials/00_your_own_model.py                  # tiny random model, no GPU, a minute
     python tutorials/00_your_own_model.py --smoke          # fewer steps, as CI runs it
-    python tutorials/00_your_own_model.py --model PATH     # any chat model's checkpoint or name
+    python tutorials/00_your_own_model.py --model PATH     # any chat model; on GPUs, two or more
 
-The last line is ``PASS ess <least> reward <first> -> <last>``, or ``FAIL`` and why. PASS claims of
-every step: each row was sampled by the weights pushed last; the trainer finds it as likely as the
-engine did (ESS, see ``01_grpo_sync.py``); and the step leaves it likely (ESS above a half), which a
-learning rate does not that is too high: 5e-3, right for the tiny model, ruins a real one at once.
+The last line is ``PASS ess <least> reward <first> -> <last>``, or ``FAIL`` and why. PASS claims
+nothing of the reward, but of every step: each row was sampled by the weights pushed last; the
+trainer finds it as likely as the engine did (ESS, see ``01_grpo_sync.py``); and the step leaves it
+likely (ESS above a half). A learning rate that is too high does not: 5e-3, right for the tiny
+model, ruins a real one at once.
 """
 
 # %%
@@ -111,8 +112,9 @@ def main() -> int:
         lr = args.lr or (2e-5 if args.model else 5e-3)
         ray.init("local", num_gpus=max(0, GPUS - 1), log_to_driver=False, logging_level="ERROR")
         with tvs.AsyncVLLM.from_pretrained(
-            checkpoint, num_replicas=2, num_cpus_per_replica=0, max_model_len=256, dtype=DTYPE
-        ) as service:
+            checkpoint, num_replicas=min(2, GPUS - 1) if GPUS else 2, num_cpus_per_replica=0,
+            max_model_len=256, dtype=DTYPE,
+        ) as service:  # fmt: skip
             found = [*train(service, checkpoint, args.steps, lr)]
         ray.shutdown()
     versions, ess, after, rewards = zip(*found, strict=True)

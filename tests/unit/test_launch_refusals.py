@@ -2,6 +2,8 @@
 
 import signal
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -22,6 +24,22 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_ray_starts(model, monk
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
     with pytest.raises(UnsupportedArgumentError, match=f"there is none at {model}"):
         AsyncVLLM.from_pretrained(model)
+
+
+@pytest.mark.parametrize("nodes", [["a"], ["a", "b"]])
+def test_a_checkpoint_that_no_node_can_have_is_refused_where_ray_runs(nodes, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    listed = [{"NodeID": one, "Alive": True} for one in nodes] + [{"NodeID": "c", "Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: listed)
+    here = SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    tried = RuntimeError("placed")  # another node may have it
+    monkeypatch.setattr(launch_module, "spread", Mock(side_effect=tried))
+    kind = UnsupportedArgumentError if len(nodes) == 1 else RuntimeError
+    args = SimpleNamespace(model="/no/such/model")
+    settings: Any = SimpleNamespace(engine_args=args, claims=None, detached=False)
+    with pytest.raises(kind, match="there is none at /no" if len(nodes) == 1 else "placed"):
+        launch_module.launch_replicas(settings, ["0"])
 
 
 @pytest.mark.parametrize(

@@ -635,6 +635,23 @@ def test_an_environment_without_a_data_set_has_no_columns(pad_output):
         env.step(rows)
 
 
+def test_a_function_that_does_not_take_prompts_and_answers_is_refused():
+    told = r"must take \(prompts, answers, \*\*columns\), and does not: too many positional"
+    with pytest.raises(UnsupportedArgumentError, match=told):
+        TextReward(lambda completions, **columns: [])
+
+
+def test_an_argument_that_gets_answers_and_has_a_columns_name_is_warned_of_once(caplog):
+    def swapped(answers, answer):
+        return [0.0] * len(answers)
+
+    rolled = collector(env=make_env(StepCounter(max_steps=1), TextReward(swapped)))
+    for _ in zip(range(2), rolled, strict=False):
+        pass
+    told = "swapped: argument 'answer' gets the answers' texts by position, and not the column"
+    assert [one.message[: len(told)] for one in caplog.records] == [told]
+
+
 def test_over_something_else_is_refused():
     with pytest.raises(UnsupportedArgumentError, match="'words'"):
         TextReward(length, over="words")

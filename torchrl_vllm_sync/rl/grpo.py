@@ -24,6 +24,7 @@ from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchrl_vllm_sync.checks import is_missing
 from torchrl_vllm_sync.errors import ConfigError, RunStateError
 from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl import tasks
@@ -382,6 +383,9 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
             directory = running.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
             seed = config.train.seed
             config.model.name = str(make_tiny_checkpoint(directory, seed=seed, diverse=False))
+        if is_missing(config.model.name):
+            told = f"must be a checkpoint, and there is none at {config.model.name}"
+            raise ConfigError({"model.name": told})
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
         except OSError as error:

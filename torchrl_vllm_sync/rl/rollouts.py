@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import os
 import threading
 import warnings
@@ -43,6 +44,8 @@ from torchrl_vllm_sync.rl.pacing import Pacer, Ticket
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rows import ATTENTION, Columns, Padding, Texts, joined
 
+logger = logging.getLogger(__name__)
+
 _NUMBERS = itertools.count()
 
 
@@ -67,7 +70,8 @@ class TextReward(Transform):
         tokenizer: Decodes the answers; the environment's if left out.
 
     Raises:
-        UnsupportedArgumentError: ``over`` is another word, or there is no tokenizer to decode with.
+        UnsupportedArgumentError: ``over`` is another word, ``fn`` does not take two arguments, or
+            there is no tokenizer to decode with.
         RewardError: When a batch is scored: not one number for each row, a number that is not
             finite, or a column that the data set lacks.
     """
@@ -84,6 +88,12 @@ class TextReward(Transform):
         parameters = inspect.signature(fn).parameters.values()
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         given = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        try:
+            inspect.signature(fn).bind_partial("prompts", "answers")
+        except TypeError as error:
+            told = f"{self._name} must take (prompts, answers, **columns)"
+            raise UnsupportedArgumentError(f"{told}, and does not: {error}") from error
+        self._second = given[1].name if given[1:] else ""
         self._columns = {one.name: one.default is one.empty for one in given[2:]}
 
     def _check_decodes(self, chat: ChatEnv, policy: vLLMWrapper) -> None:
@@ -133,6 +143,10 @@ class TextReward(Transform):
         missing = [one for one, needed in self._columns.items() if needed and one not in known]
         if missing:
             raise RewardError(f"{self._name} wants the column {missing[0]!r}; there are {known}")
+        if self._second in {*known} - {chat.data_key}:
+            told = "gets the answers' texts by position, and not the column of its name"
+            logger.warning("%s: argument %r %s", self._name, self._second, told)
+            self._second = ""  # once
         names = {*known} - {chat.data_key} if self._takes_all else {*known} & {*self._columns}
         columns = {one: _listed(rows.get(one)) for one in names}
         given = self._fn(_listed(rows.get(chat.data_key)), answers, **columns)

@@ -10,7 +10,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,7 +21,7 @@ from ray.util.scheduling_strategies import (
 )
 from tqdm import tqdm
 
-from torchrl_vllm_sync.checks import Deadline
+from torchrl_vllm_sync.checks import Deadline, is_missing
 from torchrl_vllm_sync.engine.args import for_replica
 from torchrl_vllm_sync.errors import LaunchError, PlacementError, UnsupportedArgumentError
 from torchrl_vllm_sync.replica import EngineDescription, Member
@@ -148,6 +147,14 @@ def launch_timeout_s() -> float:
     )
 
 
+def engines_start_here() -> bool:
+    """Whether this is the cluster's only node, or will be."""
+    if not ray.is_initialized():
+        return "RAY_ADDRESS" not in os.environ
+    alive = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
+    return alive == [ray.get_runtime_context().get_node_id()]
+
+
 def launch_replicas(
     settings: ServiceSettings,
     replica_ids: Sequence[str],
@@ -159,13 +166,9 @@ def launch_replicas(
 ) -> list[Member]:
     """Starts replicas, spread over the nodes, and waits until all have started."""
     timeout_s = launch_timeout_s()
+    if engines_start_here() and is_missing(model := settings.engine_args.model):
+        raise UnsupportedArgumentError(f"model must be a checkpoint, and there is none at {model}")
     if not ray.is_initialized():
-        model = settings.engine_args.model
-        is_path = model.startswith(("/", ".", "~"))  # others may be names on a hub
-        # With RAY_ADDRESS engines may be on other machines.
-        if is_path and "RAY_ADDRESS" not in os.environ and not Path(model).exists():
-            what = f"model must be a checkpoint, and there is none at {model}"
-            raise UnsupportedArgumentError(what)
         ensure_ray("local")
     known = [one.description.processes for one in beside if one.joined]
     taken = Counter(one.node_id for one in known if one is not None)
