@@ -320,7 +320,7 @@ def test_an_abort_that_overtakes_its_request_keeps_it_out(service):
     )
     method = actor.run_batch.options(num_returns="streaming")
     for wanted in ("its caller gave it up", None):  # remembered until it has arrived
-        (ref,) = method.remote([request], want_prompt=False)
+        (ref,) = method.remote([request])
         (result,) = ray.get(ref)
         assert result.error is None if wanted is None else wanted in str(result.error)
 

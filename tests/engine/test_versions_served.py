@@ -106,11 +106,7 @@ def test_the_engine_itself_holds_requests_back(pushed):
         timeout_s=60.0,
         min_version=version,
     )
-    answers = (
-        service.actors[0]
-        .run_batch.options(num_returns="streaming")
-        .remote([request], want_prompt=False)
-    )
+    answers = service.actors[0].run_batch.options(num_returns="streaming").remote([request])
     answer = in_thread(lambda: ray.get(next(iter(answers))))
     time.sleep(0.3)
     assert answer.is_running()

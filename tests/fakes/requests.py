@@ -43,8 +43,7 @@ class FakeActor:
     def result(self, request, **fields):
         return EngineResult(request_id=request.request_id, replica_id=self.replica_id, **fields)
 
-    async def _run_batch(self, requests, *, want_prompt):
-        assert not want_prompt
+    async def _run_batch(self, requests):
         self.calls.append([request.request_id for request in requests])
         for request in list(reversed(requests))[: self.num_answers]:
             await asyncio.sleep(0)

@@ -67,9 +67,9 @@ def across_ray(value):
     return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
 
-def pack_output(output, *, include_prompt):
+def pack_output(output):
     result = EngineResult(request_id="request", replica_id="0", output=output, version=3)
-    return PackedResults([result], want_prompt=include_prompt)
+    return PackedResults([result])
 
 
 def unpacked(packed):
@@ -78,8 +78,14 @@ def unpacked(packed):
     return result
 
 
+def with_prompt(row, output):
+    """An output that is made of its row, with the prompt, which does not travel."""
+    own = {"prompt": output.prompt, "prompt_token_ids": output.prompt_token_ids}
+    return row.outputs.make(row.at, **own)
+
+
 def round_trip(output):
-    return unpacked(across_ray(pack_output(output, include_prompt=True))).output.make()
+    return with_prompt(unpacked(across_ray(pack_output(output))).output, output)
 
 
 class OutputMaker:
@@ -211,7 +217,7 @@ def test_round_trip_returns_the_same_graph(seed):
 def test_packing_leaves_the_output_as_it_was():
     for seed in range(20):
         output = OutputMaker(seed).output()
-        pack_output(output, include_prompt=False)
+        pack_output(output)
         assert_same(output, OutputMaker(seed).output())
 
 
@@ -298,14 +304,12 @@ def make_request(prompt, **sampling):
 
 
 def test_a_prompt_that_the_caller_holds_does_not_travel():
-    output = OutputMaker(0).training_output(num_prompt=1000)
+    output = OutputMaker(0).training_output()
     output.prompt_logprobs, output.prompt = None, "the text"
     ids = tuple(output.prompt_token_ids)
-    whole = pack_output(output, include_prompt=True)
-    wire = pack_output(output, include_prompt=False)
-
-    assert len(pickle.dumps(wire)) < len(pickle.dumps(whole)) - len(ids)
-    result = unpacked(across_ray(wire))
+    result = unpacked(across_ray(pack_output(output)))
+    bare = result.output.make()
+    assert (bare.prompt, bare.prompt_token_ids) == (None, None)
     request = make_request({"prompt_token_ids": ids, "prompt": "the text"})
     assert_same(unmarked(result.output.unread(result, request)), output)
 
@@ -348,7 +352,7 @@ def flat_output(seed=0, **shape):
 
 
 def unread(output, *, request=None):
-    result = unpacked(across_ray(pack_output(output, include_prompt=False)))
+    result = unpacked(across_ray(pack_output(output)))
     request = request or make_request({"prompt_token_ids": output.prompt_token_ids})
     return result.output.unread(result, request)
 
@@ -387,7 +391,7 @@ def test_whoever_looks_at_an_output_finds_vllms_own(look, n):
 def test_outputs_of_streams_are_vllms_own_and_the_callers_alone(n, is_flat):
     output, wanted = flat_output(n=n)
     plain, kept = PlainOutput(output), pickle.dumps(output)
-    (result,) = pack_output(output, include_prompt=False)
+    (result,) = pack_output(output)
     prompt = {"prompt_token_ids": output.prompt_token_ids, "prompt": "the text"}
     asked = {"flat_logprobs": True, "logprobs": 1} if is_flat else {}
     made = plain.unread(result, make_request(prompt, **asked))
@@ -484,12 +488,12 @@ def test_results_of_a_batch_come_back_in_their_order_errors_among_them():
         )
         for at, output in enumerate(outputs)
     ]
-    back = list(across_ray(PackedResults(results, want_prompt=True)))
+    back = list(across_ray(PackedResults(results)))
     assert [one.request_id for one in back] == [f"{at}" for at in range(9)]
     assert [str(one.error) for one in back if one.error] == ["1", "5"]
     for at, one in enumerate(back):
         if one.error is None:
-            assert_same(one.output.make(), outputs[at])
+            assert_same(with_prompt(one.output, outputs[at]), outputs[at])
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -514,8 +518,7 @@ def test_log_probs_that_some_have_not_asked_for_are_none():
     ]
     request = make_request({"prompt_token_ids": [1]})
     samples = [
-        one.output.unread(one, request).outputs[0]
-        for one in across_ray(PackedResults(results, want_prompt=False))
+        one.output.unread(one, request).outputs[0] for one in across_ray(PackedResults(results))
     ]
     assert [len(sampled_log_probs(one)) for one in samples] == [5, 0, 5]
     assert [one.logprobs is None for one in samples] == [False, True, False]
@@ -546,14 +549,14 @@ def test_samples_are_looked_at_without_reading_their_output(seed, is_read):
 @pytest.mark.parametrize("seed", range(20))
 def test_answers_are_read_without_unpacking(seed):
     output = OutputMaker(seed).output()
-    answers = unpacked(across_ray(pack_output(output, include_prompt=False))).output.answers
+    answers = unpacked(across_ray(pack_output(output))).output.answers
     assert [list(answer) for answer in answers] == [list(one.token_ids) for one in output.outputs]
 
 
 def test_one_row_can_be_made_twice_without_sharing():
     output, wanted = flat_output()
-    row = unpacked(pack_output(output, include_prompt=True)).output
-    first, second = row.make(), row.make()
+    row = unpacked(pack_output(output)).output
+    first, second = (with_prompt(row, wanted) for _ in range(2))
     first.outputs[0].token_ids.append(1)
     first.outputs[0].logprobs.append({})
     second.outputs[0].logprobs = as_dicts(second.outputs[0].logprobs)
@@ -563,7 +566,7 @@ def test_one_row_can_be_made_twice_without_sharing():
 
 def test_a_packed_output_is_less_than_two_thirds_of_the_pickled_object():
     output, _ = flat_output(num_prompt=600, num_tokens=500)
-    packed = pack_output(output, include_prompt=False)
+    packed = pack_output(output)
 
     assert 3 * len(pickle.dumps(packed, protocol=5)) < 2 * len(pickle.dumps(output, protocol=5))
 

@@ -225,10 +225,10 @@ async def test_what_a_failed_replica_had_sent_still_counts(monkeypatch):
     dying, other = FakeActor("a", 10**6), FakeActor("b")
     batch = dying._run_batch
 
-    async def slow(requests, *, want_prompt):
+    async def slow(requests):
         dying.calls.append([])
         await arrived.wait()
-        async for ref in batch(requests, want_prompt=want_prompt):
+        async for ref in batch(requests):
             yield ref
 
     dying.run_batch = Method(slow)
@@ -245,10 +245,10 @@ async def test_a_replica_in_any_other_state_is_waited_for(state):
     gate = asyncio.Event()
     slow = FakeActor("a", 0)
 
-    async def _run_batch(requests, *, want_prompt):
+    async def _run_batch(requests):
         slow.calls.append(ids(requests))
         await gate.wait()
-        async for one in FakeActor("a")._run_batch(requests, want_prompt=want_prompt):
+        async for one in FakeActor("a")._run_batch(requests):
             yield one
 
     slow.run_batch = Method(_run_batch)
@@ -435,7 +435,7 @@ async def test_a_stale_replica_that_was_repaired_meanwhile_is_asked_again():
 async def test_what_one_replica_lost_does_not_wait_for_the_others():
     dead, slow = FakeActor("a", 0, raises(ActorDiedError())), FakeActor("b")
 
-    async def run_batch(requests, *, want_prompt):
+    async def run_batch(requests):
         slow.calls.append(ids(requests))
         for request in requests:
             if request.request_id == "r1":

@@ -81,7 +81,7 @@ class CannedService(AsyncVLLM):
                 EngineRequest(request_id="r", prompt=prompt, sampling_params=params, timeout_s=9.0)
             )
         results = [self.answer(one, generator) for one in requests]
-        packed = across_ray(PackedResults(results, want_prompt=False))
+        packed = across_ray(PackedResults(results))
         outputs = [
             result.output.unread(result, request)
             for result, request in zip(packed, requests, strict=True)

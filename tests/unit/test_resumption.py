@@ -106,7 +106,7 @@ class Engine:
                     samples=(report,),
                     version=self.version,
                 )
-                yield from PackedResults([result], want_prompt=False)
+                yield from PackedResults([result])
                 if output.finished:
                     return
 

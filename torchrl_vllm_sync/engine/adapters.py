@@ -240,9 +240,6 @@ class WorkerAdapters:
         if copy.was_read is not None:
             copy.was_read.record(torch.cuda.current_stream(self._manager.device))
 
-    def _activate(self, lora_id: int) -> None:
-        self._manager.add_adapter(LoRARequest(str(lora_id), lora_id, PATH))
-
     def _load(self, request: LoRARequest) -> LoRAModel:
         """What vLLM asks for when a request's adapter is not in its cache."""
         if (found := self._held.get(request.lora_int_id)) is None:
@@ -312,7 +309,7 @@ class WorkerAdapters:
         if not found:
             raise TransferError(f"adapter {layout.name!r} is not there")
         (lora_id,) = found
-        self._activate(lora_id)
+        self._manager.add_adapter(LoRARequest(str(lora_id), lora_id, PATH))
         at = self._slots.lora_index_to_id.index(lora_id)
         return [one.slot(at) for one in layout.places]
 

@@ -561,13 +561,11 @@ class Answers:
         self.engine, self._updates, self.adapter_of = engine, updates, adapter_of
         self._renders = engine.vllm_config.model_config.is_encoder_decoder
 
-    async def run_batch(
-        self, requests: list[EngineRequest], *, want_prompt: bool
-    ) -> AsyncIterator[PackedResults]:
+    async def run_batch(self, requests: list[EngineRequest]) -> AsyncIterator[PackedResults]:
         """Yields the results of ``requests``, one each within its time limit, several at a time."""
         async with contextlib.aclosing(Batch(self, requests).run()) as ends:
             async for results in ends:
-                yield PackedResults(results, want_prompt=want_prompt)
+                yield PackedResults(results)
 
     async def streams_at(self) -> tuple[str, int, bytes]:
         """Host and port to send requests to whose outputs are to come as they grow, and a key."""

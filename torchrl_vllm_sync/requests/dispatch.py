@@ -553,7 +553,7 @@ class Dispatcher:
                     answers: Any = streams.answers(asked[0], are_whole=so_far.is_whole)
                 else:
                     run_batch = actor.run_batch.options(num_returns="streaming")
-                    answers = aiter(_call(run_batch, asked, want_prompt=False))
+                    answers = aiter(_call(run_batch, asked))
                 with watch.active():
                     while left:
                         # A stream may be read slowly, and each step in a task of its own: there the

@@ -361,10 +361,10 @@ def _pack_numbers(values: list[Any], kind: type) -> Column:
 
 
 class PackedResults:
-    """Results on their way out of an engine, with prompts only if wanted; iterable."""
+    """Results on their way out of an engine, without prompts, which callers hold; iterable."""
 
-    def __init__(self, results: Sequence[EngineResult], *, want_prompt: bool) -> None:
-        hidden = {} if want_prompt else dict.fromkeys(("prompt", "prompt_token_ids"))
+    def __init__(self, results: Sequence[EngineResult]) -> None:
+        hidden = {"prompt": None, "prompt_token_ids": None}
         self._num, outputs = len(results), [one.output for one in results if one.output is not None]
         rows = [vars(one) | hidden for one in outputs]  # one engine's have the same attributes
         self._outputs = _Records(type(outputs[0]), rows) if rows else None

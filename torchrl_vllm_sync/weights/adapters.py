@@ -46,6 +46,7 @@ from torchrl_vllm_sync.weights.p2p.memory import (
     unreachable,
 )
 from torchrl_vllm_sync.weights.sharded import ShardedModuleSource, is_sharded
+from torchrl_vllm_sync.weights.snapshots.data_file import bytes_of
 from torchrl_vllm_sync.weights.source import MappingSource
 from torchrl_vllm_sync.weights.transport import ask, failed
 
@@ -422,7 +423,7 @@ class AdapterSender:
 
     def newest(self) -> list[tuple[Adapter, Kind, Any]]:
         """The newest version of each adapter that was sent from here, by value."""
-        return [(one, kind, _bytes_of(flat)) for one, kind, flat in self._newest.values()]
+        return [(one, kind, bytes_of(flat)) for one, kind, flat in self._newest.values()]
 
     def close(self) -> None:
         """Does nothing: what was sent may be asked for."""
@@ -432,8 +433,4 @@ def _shared(flat: torch.Tensor) -> Any:
     """Its bytes, as all that Ray calls with them find them."""
     import ray
 
-    return ray.put(_bytes_of(flat))
-
-
-def _bytes_of(flat: torch.Tensor) -> Any:
-    return flat.cpu().view(torch.uint8).numpy()
+    return ray.put(bytes_of(flat))

@@ -351,15 +351,19 @@ class BroadcastGroup:
                 work.wait(timedelta(seconds=WATCH_S))
             if work.is_completed():
                 break
-            if watch is not None:
-                watch()
-            if self._group is None:
-                raise TransferError(CLOSED)
-            if self.rank != TRAINER_RANK:
-                self.raise_if_given_up()
-            elif self.was_left:
-                raise TransferError("a worker left the group during a transfer")
+            self._look(watch)
         work.wait()
+
+    def _look(self, watch: Watch) -> None:
+        """Raises what has made waiting for a transfer pointless."""
+        if watch is not None:
+            watch()
+        if self._group is None:
+            raise TransferError(CLOSED)
+        if self.rank != TRAINER_RANK:
+            self.raise_if_given_up()
+        elif self.was_left:
+            raise TransferError("a worker left the group during a transfer")
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -542,16 +546,7 @@ class SharedGroup(BroadcastGroup):
             raise TransferError(CLOSED)
         number, deadline = work
         others = self._counts[1:] if self.rank == TRAINER_RANK else self._counts[:1]
-
-        def look() -> None:
-            if watch is not None:
-                watch()
-            if self.rank != TRAINER_RANK:
-                self.raise_if_given_up()
-            elif self.was_left:
-                raise TransferError("a worker left the group during a transfer")
-
-        if not wait_until(lambda: int(others.min()) >= number, deadline, look):
+        if not wait_until(lambda: int(others.min()) >= number, deadline, lambda: self._look(watch)):
             raise TransferError("the transfer did not end in time")
 
     def synchronize(self, *, deadline: float, watch: Watch = None, poll_s: float = SPIN_S) -> None:
