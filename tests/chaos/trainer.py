@@ -81,6 +81,7 @@ class Trainer:
                 "version": report.version,
                 "holders": [one.replica_id for one in report.replicas if not one.error],
                 "paused": [one.replica_id for one in report.replicas if one.pause_s],
+                "left_behind": report.left_behind,
             }
         return {**outcome, "seconds": time.monotonic() - begin}
 
