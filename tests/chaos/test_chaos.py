@@ -17,7 +17,7 @@ TELLING = (
     "kill-actor-mid-bucket-broadcast",
     "kill-trainer-commit-broadcast",
     "kill-worker-apply-p2p",
-    "kill-worker-mid-bucket-swapped",
+    "kill-trainer-mid-bucket-swapped",
 )
 
 
@@ -40,7 +40,7 @@ def arenas(tmp_path_factory):
     close()
 
 
-# A negative control; first, since the last two of the cells have arenas of their own.
+# Negative controls; first, since the last two of the cells have arenas of their own.
 def test_the_checks_notice_one_tensor_lost_at_one_replica(arenas):
     arena = arenas(RELOADING)
     replica = arena.service.replicas[-1]
@@ -55,6 +55,11 @@ def test_the_checks_notice_one_tensor_lost_at_one_replica(arenas):
         arena.check_answers()
     ray.get(replica.actor.collective_rpc.remote("sync_plan"))
     arena.check_parameters(arena.push("broadcast"))
+
+
+def test_the_checks_notice_a_pause(arenas):
+    with pytest.raises(AssertionError, match="an engine was paused"):
+        arenas(RELOADING).push("swapped", pauses=False)
 
 
 @pytest.mark.parametrize("name", TELLING)
