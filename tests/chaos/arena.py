@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from tests.chaos.audit import Auditor
+from tests.chaos.cells import RELOADING, UNPAUSED
 from tests.chaos.processes import (
     TrainerProcess,
     is_alive,
@@ -79,15 +80,13 @@ class Arena:
     Args:
         directory: For checkpoints, stored versions and markers.
         num_replicas: Replicas of the service.
-        is_plain: Whether workers compute with their parameters as they are, for p2p; others take
-            the reload, in whose middle they can be hit.
+        engines: What the cells need of engines.
     """
 
-    def __init__(self, directory, num_replicas=2, *, is_plain=False):
+    def __init__(self, directory, num_replicas=2, *, engines=RELOADING):
         from torchrl_vllm_sync import AsyncVLLM
 
-        self.is_plain = is_plain
-        worker = "plain_worker.PlainWorker" if is_plain else "faults.FaultyWorker"
+        self.engines = engines
         self.directory = Path(directory)
         self.checkpoint = make_tiny_checkpoint(self.directory / "checkpoint", seed=0)
         self._auditor = Auditor(self.checkpoint)
@@ -102,8 +101,8 @@ class Arena:
             name="chaos",
             detached=True,
             actor_class=HeldActor,
-            worker_extension_cls=f"tests.engine.{worker}",
-            stage_weights=self.is_plain,
+            worker_extension_cls=engines.worker,
+            stage_weights=engines.stage_weights,
             distributed_executor_backend="mp",  # workers are processes of their own
             unresponsive_after_s=UNRESPONSIVE_S,
             **{**ENGINE, "max_restarts": 10_000},
@@ -115,7 +114,7 @@ class Arena:
         self._sent, self._kept, self._committed = {0}, set[int](), 0
         self._newest = 0
         self._trainer.attach(self.service.name)
-        self.push("p2p" if is_plain else "memmap")  # the first p2p pauses, and compares
+        self.push(engines.transport)
 
     def close(self):
         """Ends everything that was started."""
@@ -206,6 +205,9 @@ class Arena:
         self._turn += 1
         self._watch.forget()
         self._trainer.attach(self.service.name)
+        if cell.transport in UNPAUSED:
+            self.push(cell.transport)  # the first one by a trainer, or to an engine, pauses
+            self.push(cell.transport, pauses=False)  # and so the cell's own does not
         if cell.phase != "idle":
             self.traffic.start()
 
@@ -237,7 +239,7 @@ class Arena:
     def _tell_push(self, trainer, transport, **held):
         self._newest += 1
         self._sent.add(self._newest)
-        if transport == "p2p":
+        if transport in UNPAUSED:
             self._kept.add(self._newest)
         trainer.tell(
             "push", version=self._newest, transport=transport, timeout_s=PUSH_TIMEOUT_S, **held
@@ -333,12 +335,13 @@ class Arena:
         others = [weight_memories(one[kind]) for one in pids for kind in ("actor", "core")]
         assert others == [(set(), 0)] * len(others), f"actors and cores hold {others}"
 
-    def push(self, transport):
-        """Pushes the next version, which every replica must take; returns it."""
+    def push(self, transport, *, pauses=True):
+        """Pushes the next version, which every replica must take, maybe unpaused; returns it."""
         self._tell_push(self._trainer, transport)
         _, answer = self._trainer.answer(PUSHED_S)
         everybody = {one.replica_id for one in self.service.replicas}
         assert set(answer.get("holders", ())) == everybody, f"an undisturbed push: {answer}"
+        assert pauses or not answer["paused"], f"an engine was paused: {answer}"
         self._committed = self._newest
         return self._newest
 
@@ -375,7 +378,7 @@ class Arena:
         try:
             self._trainer.attach(self.service.name)
             wait_until(self._all_alive, REPAIRED_S, self._told, poll_s=0.5)
-            self.push("p2p" if self.is_plain else "memmap")
+            self.push(self.engines.transport)
         except AssertionError as error:
             raise RuntimeError("the service cannot be used any more") from error
 

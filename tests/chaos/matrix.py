@@ -11,7 +11,7 @@ import time
 
 from benchmarks.record import Recorder, RecordError
 from tests.chaos.arena import Arena
-from tests.chaos.cells import PHASES, SIGNALS, TRANSPORTS, VICTIMS, all_cells
+from tests.chaos.cells import ENGINES, PHASES, SIGNALS, TRANSPORTS, VICTIMS, all_cells
 
 FIGURES = {"noticed": "noticed_s", "push ended": "pushed_s", "repaired": "repaired_s"}
 LEGEND = (
@@ -33,11 +33,6 @@ def chosen_cells(patterns):
         for cell in all_cells()
         if any(fnmatch.fnmatch(str(cell), pattern) for pattern in patterns)
     ]
-
-
-def takes_p2p(cell):
-    """Whether a cell needs engines that can be written to."""
-    return cell.transport == "p2p"
 
 
 def told(verdict):
@@ -108,7 +103,8 @@ def main(argv=None):
     parser.add_argument("--output", help="directory of the record; benchmarks/results if left out")
     parser.add_argument("--list", action="store_true", help="name the cells and run nothing")
     options = parser.parse_args(argv)
-    cells = chosen_cells(options.cells.split())
+    order = list(ENGINES.values()).index  # engines start once for all cells that need such
+    cells = sorted(chosen_cells(options.cells.split()), key=lambda cell: order(cell.engines))
     if options.list or not cells:
         say("\n".join(map(str, cells)) or f"no cell fits {options.cells!r}")
         return 0 if cells else 2
@@ -116,13 +112,11 @@ def main(argv=None):
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         arena = None
         try:
-            for number, cell in enumerate(sorted(cells, key=takes_p2p), 1):
-                if arena is None or arena.is_plain != takes_p2p(cell):
+            for number, cell in enumerate(cells, 1):
+                if arena is None or arena.engines != cell.engines:
                     if arena is not None:
                         arena.close()
-                    arena = Arena(
-                        f"{directory}/{number}", options.replicas, is_plain=takes_p2p(cell)
-                    )
+                    arena = Arena(f"{directory}/{number}", options.replicas, engines=cell.engines)
                 begin = time.monotonic()
                 verdict = arena.run(cell)
                 verdicts.append(verdict)

@@ -1,4 +1,4 @@
-"""Five telling cells of the kill matrix; ``make chaos`` runs all of them."""
+"""Six telling cells of the kill matrix; ``make chaos`` runs all of them."""
 
 import time
 
@@ -6,8 +6,7 @@ import pytest
 import ray
 
 from tests.chaos.arena import Arena
-from tests.chaos.cells import SIGNALS, TRANSPORTS, VICTIMS, Cell, all_cells
-from tests.chaos.matrix import takes_p2p
+from tests.chaos.cells import RELOADING, SIGNALS, TRANSPORTS, VICTIMS, Cell, all_cells
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -18,19 +17,20 @@ TELLING = (
     "kill-actor-mid-bucket-broadcast",
     "kill-trainer-commit-broadcast",
     "kill-worker-apply-p2p",
+    "kill-trainer-mid-bucket-swapped",
 )
 
 
 @pytest.fixture(scope="module")
 def arenas(tmp_path_factory):
-    """Gives an arena of either kind, of which one is open at a time."""
+    """Gives an arena with the engines that a cell needs, of which one is open at a time."""
     opened = {}
 
-    def get(*, is_plain):
-        if is_plain not in opened:
+    def get(engines):
+        if engines not in opened:
             close()
-            opened[is_plain] = Arena(tmp_path_factory.mktemp("chaos"), is_plain=is_plain)
-        return opened[is_plain]
+            opened[engines] = Arena(tmp_path_factory.mktemp("chaos"), engines=engines)
+        return opened[engines]
 
     def close():
         while opened:
@@ -40,9 +40,9 @@ def arenas(tmp_path_factory):
     close()
 
 
-# A negative control; first, since the last of the cells has an arena of its own.
+# Negative controls; first, since the last two of the cells have arenas of their own.
 def test_the_checks_notice_one_tensor_lost_at_one_replica(arenas):
-    arena = arenas(is_plain=False)
+    arena = arenas(RELOADING)
     replica = arena.service.replicas[-1]
     lost = {"zero": "model.layers.2.mlp.down_proj.weight"}
     ray.get(replica.actor.collective_rpc.remote("sync_plan", kwargs=lost))
@@ -57,10 +57,15 @@ def test_the_checks_notice_one_tensor_lost_at_one_replica(arenas):
     arena.check_parameters(arena.push("broadcast"))
 
 
+def test_the_checks_notice_a_pause(arenas):
+    with pytest.raises(AssertionError, match="an engine was paused"):
+        arenas(RELOADING).push("swapped", pauses=False)
+
+
 @pytest.mark.parametrize("name", TELLING)
 def test_nothing_is_lost(arenas, name):
     cell = Cell.named(name)
-    verdict = arenas(is_plain=takes_p2p(cell)).run(cell)
+    verdict = arenas(cell.engines).run(cell)
     assert not verdict.failure, verdict
 
 

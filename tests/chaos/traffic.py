@@ -64,7 +64,9 @@ class Traffic:
     def start(self):
         self._stop.clear()
         kinds = (self._batch, self._single, self._stream)
-        self._threads = [threading.Thread(target=self._run, args=(one,)) for one in kinds]
+        self._threads = [
+            threading.Thread(target=self._run, args=(one,), daemon=True) for one in kinds
+        ]
         for thread in self._threads:
             thread.start()
 

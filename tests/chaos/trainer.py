@@ -8,6 +8,7 @@ import json
 import sys
 import time
 
+from tests.chaos.cells import UNPAUSED
 from tests.engine.checks import perturbed
 from tests.engine.faults import hold
 from tests.engine.trainers import broadcast
@@ -70,7 +71,7 @@ class Trainer:
                 version=version,
                 transport=self._transport(transport),
                 timeout_s=timeout_s,
-                clear_cache=transport != "p2p",  # which then swaps between two steps
+                clear_cache=transport not in UNPAUSED,
                 strict=False,
             )
         except SyncError as error:
@@ -79,6 +80,8 @@ class Trainer:
             outcome = {
                 "version": report.version,
                 "holders": [one.replica_id for one in report.replicas if not one.error],
+                "paused": [one.replica_id for one in report.replicas if one.pause_s],
+                "left_behind": report.left_behind,
             }
         return {**outcome, "seconds": time.monotonic() - begin}
 
@@ -89,6 +92,7 @@ class Trainer:
                 "broadcast": lambda: broadcast(join_timeout_s=10),
                 "memmap": lambda: MemmapTransport(self._directory, takeover=True),
                 "p2p": P2PTransport,
+                "swapped": lambda: broadcast(join_timeout_s=10),
             }
             self._transports[name] = makers[name]()
         return self._transports[name]

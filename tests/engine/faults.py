@@ -120,8 +120,9 @@ class FaultyWorker(PacedWorker):
     make this file before tensor ``at`` and sleep until it is gone; an ``at`` of ``"end"`` is behind
     the last tensor, one of ``"repack"`` where the weights are in place and what is computed from
     them is not, one of ``"ready"`` before the trainer of a broadcast is told that this worker is
-    ready. Of weights that were written to it ``"ready"`` and ``"end"`` are before and behind the
-    swap. ``rank``: only the worker of this rank in its replica misbehaves.
+    ready, one of ``"received"`` where a broadcast is in place and the worker has not said so. Of
+    weights that were written to it ``"ready"`` and ``"end"`` are before and behind the swap.
+    ``rank``: only the worker of this rank in its replica misbehaves.
 
     Of broadcasts alone: ``unready``: raise before the trainer is told that this worker is ready.
     ``linger_s``: sleep instead, there.
@@ -130,6 +131,7 @@ class FaultyWorker(PacedWorker):
     def sync_plan(self, rank=None, **plan):
         self._plan = plan if rank in (None, self._sync_receiver().rank_in_replica) else {}
         receiver.buckets.whole_tensors = self._sync_faulty_arrivals
+        receiver.buckets.broadcast_tensors = self._sync_faulty_broadcast
         plans.repack_cpu = self._sync_faulty_repacking
         return os.getpid()
 
@@ -170,6 +172,11 @@ class FaultyWorker(PacedWorker):
     def _sync_tensors(self, path: Path, *args):
         return self._sync_faulty(super()._sync_tensors(path, *args))
 
+    def sync_receive(self, *args):
+        answer = super().sync_receive(*args)
+        self._sync_reached("received")
+        return answer
+
     def sync_take_written(self, *args):
         self._sync_reached("ready")
         answer = super().sync_take_written(*args)
@@ -178,6 +185,11 @@ class FaultyWorker(PacedWorker):
 
     def _sync_faulty_arrivals(self, *args):
         return self._sync_faulty(WHOLE_TENSORS(*args))
+
+    def _sync_faulty_broadcast(self, group, tensors, **limits):
+        """Receives one by one what comes without buckets: to Gloo each is a transfer of its own."""
+        for _, tensor in self._sync_faulty(("", one) for one in tensors):
+            BROADCAST_TENSORS(group, [tensor], **limits)
 
     def _sync_prepared(self, digest):
         plan = getattr(self, "_plan", {})
@@ -228,6 +240,7 @@ class CrampedWorker(SyncWorkerExtension):
 
 
 WHOLE_TENSORS, REPACK_CPU = receiver.buckets.whole_tensors, plans.repack_cpu
+BROADCAST_TENSORS = receiver.buckets.broadcast_tensors
 
 
 class FaultyActor(EngineActor):

@@ -13,8 +13,8 @@ class Arena:
 
     interrupts = True
 
-    def __init__(self, directory, num_replicas, *, is_plain):
-        self.is_plain, self.num_run = is_plain, 0
+    def __init__(self, directory, num_replicas, *, engines):
+        self.engines, self.num_run = engines, 0
 
     def run(self, cell):
         self.num_run += 1

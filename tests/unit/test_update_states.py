@@ -4,11 +4,12 @@ import asyncio
 import dataclasses
 import shutil
 import time
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
 
-from tests.fakes.engine import BareUpdates, quiet_engine
+from tests.fakes.engine import BareUpdates, nothing, quiet_engine
 from torchrl_vllm_sync import ReplicaState, SnapshotWriter
 from torchrl_vllm_sync.engine import internals
 from torchrl_vllm_sync.engine.answers import AdmissionGate
@@ -16,6 +17,7 @@ from torchrl_vllm_sync.engine.arrivals import Arrivals, NativeCalls
 from torchrl_vllm_sync.engine.updates import PUSH_SILENCE_S, TORN_SILENCE_S, Updates
 from torchrl_vllm_sync.errors import (
     PushUnderWayError,
+    ReplicaUnavailableError,
     SilentEngineError,
     SnapshotError,
     StaleVersionError,
@@ -27,8 +29,10 @@ from torchrl_vllm_sync.weights.snapshots import files
 from torchrl_vllm_sync.weights.snapshots.data_file import DATA_FILE
 from torchrl_vllm_sync.weights.snapshots.files import ProcessIdentity, is_locked
 from torchrl_vllm_sync.weights.source import MappingSource
+from torchrl_vllm_sync.weights.transport import is_lost
 
 STARTING, SERVING, STALE = ReplicaState.STARTING, ReplicaState.SERVING, ReplicaState.STALE
+FAILED = ReplicaState.FAILED
 
 
 @pytest.fixture
@@ -85,6 +89,24 @@ async def test_a_swap_that_fails_serves_what_it_did_or_nothing(updates):
         await swap(updates, 3, "half a swap")
     assert (updates._gate.state, updates.version) == (STALE, 0)
     assert not updates.can_swap("keep", False)  # the next one freezes it
+
+
+@pytest.mark.parametrize("are_gone", [True, False])
+async def test_an_engine_whose_workers_died_in_a_load_is_lost_to_the_push(
+    updates, monkeypatch, are_gone
+):
+    """Its core answers before it dies: a push must know, to go on without it."""
+    failure = Exception("Call to collective_rpc method failed: cancelled")  # as vLLM has it
+    monkeypatch.setattr(internals, "call_workers", AsyncMock(side_effect=failure))
+    health = AsyncMock(side_effect=failure) if are_gone else nothing
+    monkeypatch.setattr(internals, "ask_health", health)
+    updates._gate.set(SERVING)
+    with pytest.raises(ReplicaUnavailableError if are_gone else Exception, match="cancelled") as it:
+        await Arrivals(updates, list).receive_broadcast(
+            1, "", version=1, run_id="r", timeout_s=1.0, mode="keep", clear_cache=True
+        )
+    assert is_lost(it.value) == are_gone
+    assert updates._gate.state is (FAILED if are_gone else STALE)
 
 
 class SlowWorker:

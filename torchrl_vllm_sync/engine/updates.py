@@ -250,6 +250,26 @@ class Updates:
 
     async def ask(self, what: str, call: Awaitable[Any], timeout_s: float = SHORT_TIMEOUT_S) -> Any:
         """Awaits the engine's answer; raises if its core dies, since vLLM answers no call then."""
+        try:
+            return await self._answer(what, call, timeout_s)
+        except Exception as error:
+            if type(error) is Exception:  # a call failed in the core, maybe since workers died
+                await self._require_workers()
+            raise
+
+    async def _require_workers(self) -> None:
+        """Raises if the workers are gone, which their core answers before it dies, too."""
+        try:
+            await self._answer("a sign of life", internals.ask_health(self._engine))
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            self.set_state(ReplicaState.FAILED, f"a worker is not well: {error}")
+            raise self._gate.refusal() from error
+
+    async def _answer(
+        self, what: str, call: Awaitable[Any], timeout_s: float = SHORT_TIMEOUT_S
+    ) -> Any:
         answer, deadline = asyncio.ensure_future(call), Deadline(timeout_s)
         try:
             while not (await asyncio.wait({answer}, timeout=min(POLL_S, timeout_s)))[0]:
