@@ -187,9 +187,11 @@ class FaultyWorker(PacedWorker):
         return self._sync_faulty(WHOLE_TENSORS(*args))
 
     def _sync_faulty_broadcast(self, group, tensors, **limits):
-        """Receives one by one what comes without buckets: to Gloo each is a transfer of its own."""
-        for _, tensor in self._sync_faulty(("", one) for one in tensors):
+        """What comes without buckets only reaches points; to Gloo each is a transfer anyway."""
+        for index, tensor in enumerate(tensors):
+            self._sync_reached(index)
             BROADCAST_TENSORS(group, [tensor], **limits)
+        self._sync_reached("end")
 
     def _sync_prepared(self, digest):
         plan = getattr(self, "_plan", {})
