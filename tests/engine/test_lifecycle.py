@@ -332,8 +332,12 @@ def test_a_launch_that_fails_half_way_leaves_nothing(nothing_stays, checkpoint):
 
 @pytest.mark.slow
 def test_a_model_that_does_not_exist_is_named(nothing_stays, tmp_path):
+    model = tmp_path / "missing"
+    with pytest.raises(UnsupportedArgumentError, match=r"there is none at .*missing"):
+        AsyncVLLM.from_pretrained(str(model), **ENGINE)
+    model.mkdir()  # there is something, and vLLM says what it is not
     with pytest.raises(LaunchError, match=r"failed: 0: ValidationError: (.|\n)*missing") as caught:
-        AsyncVLLM.from_pretrained(str(tmp_path / "missing"), **ENGINE)
+        AsyncVLLM.from_pretrained(str(model), **ENGINE)
     assert "pickle" not in str(caught.value)
 
 
