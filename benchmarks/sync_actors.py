@@ -83,9 +83,10 @@ def address_of(actor: Any) -> tuple[str, int]:
     return ray.get(actor.__ray_call__.remote(lambda _: (here(), free_port(here()))), timeout=120)
 
 
-def spawn(kind: type, *args: Any, num_gpus: int) -> Any:
-    """Starts an actor that sees all GPUs, as a driver does, and has some of them."""
-    env = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+def spawn(kind: type, *args: Any, num_gpus: int, sees_all: bool = True) -> Any:
+    """Starts an actor that has some GPUs, and sees all of them as a driver does, or its own."""
+    all_of_them = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    env = {"env_vars": all_of_them if sees_all else {}}
     actor: Any = ray.remote(num_gpus=num_gpus, num_cpus=0, runtime_env=env)(kind)
     return actor.remote(*args)
 

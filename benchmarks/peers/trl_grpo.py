@@ -74,10 +74,8 @@ class TRL:
         num_gpus = torch.cuda.device_count()
         if num_gpus == 1 and not (alone or sleeps):
             raise RuntimeError("the trainer needs another GPU than the engine's")
-        if num_gpus > 1:  # of which it sees its own alone: it refuses several
-            self.trainer: Any = ray.remote(num_gpus=1, num_cpus=0)(Trainer).remote()
-        else:
-            self.trainer = spawn(Trainer, num_gpus=0)
+        # Of several it sees its own alone: it refuses more.
+        self.trainer: Any = spawn(Trainer, num_gpus=int(num_gpus > 1), sees_all=num_gpus < 2)
         try:
             beginning = self.trainer.begin.remote(checkpoint, problems, sleeps=sleeps, **settings)
             ray.get(beginning, timeout=TIMEOUT_S)

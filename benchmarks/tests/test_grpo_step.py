@@ -108,13 +108,18 @@ def test_the_record_says_what_stopped_trl_and_what_stops_others_is_raised(
 def test_trl_asks_for_a_gpu_of_its_own_or_shares_the_only_one(monkeypatch, num_gpus, where, asked):
     given = {}
     begin = SimpleNamespace(remote=lambda *_, **settings: given.update(settings))
-    spawn = lambda _, num_gpus: given.update(asked=num_gpus) or SimpleNamespace(begin=begin)  # noqa: E731
+
+    def spawn(_, **about):
+        given.update(about)
+        return SimpleNamespace(begin=begin)
+
     monkeypatch.setattr(trl_grpo, "spawn", spawn)
     monkeypatch.setattr(trl_grpo.metadata, "version", lambda _: "1.16.0")
     monkeypatch.setattr(trl_grpo.ray, "get", lambda *_, **__: None)
     monkeypatch.setattr(trl_grpo.torch.cuda, "device_count", lambda: num_gpus)
     TRL("", [], first_step=False, case=CASES["smoke"], **where)
-    assert given == {"asked": asked, "case": CASES["smoke"], "sleeps": "sleeps" in where}
+    gpus = {"num_gpus": asked, "sees_all": not asked}  # it refuses to see several
+    assert given == {**gpus, "case": CASES["smoke"], "sleeps": "sleeps" in where}
 
 
 def test_trl_does_not_share_the_only_gpu_with_an_engine_that_stays_awake(monkeypatch):
