@@ -257,7 +257,10 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     group = preset["group_size"]
     arguments.lr = preset["lr"] if arguments.lr is None else arguments.lr
     per_pass = arguments.rows_per_pass or preset["rows_per_pass"]
-    arguments.case = Case("", group * preset["groups"], preset["max_tokens"], per_pass, group)
+    rows = group * preset["groups"]
+    if per_pass < 1 or rows % per_pass:  # the rest would not be trained
+        parser.error(f"--rows-per-pass must divide {rows}, got {per_pass}")
+    arguments.case = Case("", rows, preset["max_tokens"], per_pass, group)
     return arguments
 
 

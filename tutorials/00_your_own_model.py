@@ -112,7 +112,7 @@ def main() -> int:
         lr = args.lr or (2e-5 if args.model else 5e-3)
         ray.init("local", num_gpus=max(0, GPUS - 1), log_to_driver=False, logging_level="ERROR")
         with tvs.AsyncVLLM.from_pretrained(
-            checkpoint, num_replicas=min(2, GPUS - 1) if GPUS else 2, num_cpus_per_replica=0,
+            checkpoint, num_replicas=min(2, GPUS - 1) if GPUS > 1 else 2, num_cpus_per_replica=0,
             max_model_len=256, dtype=DTYPE,
         ) as service:  # fmt: skip
             found = [*train(service, checkpoint, args.steps, lr)]

@@ -132,6 +132,8 @@ def test_the_preset_of_the_task_is_tutorial_ones():
     assert (arguments.case.rows, arguments.case.group, arguments.lr) == (32, 8, 5e-3)
     assert parsed(["--lr", "0"]).lr == 0
     assert parsed(["--rows-per-pass", "16"]).case.minibatch == 16
+    with pytest.raises(SystemExit):
+        parsed(["--rows-per-pass", "20"])
 
 
 def run_of(setup, accuracies, finished_at="2026-11-23T10:00:00+00:00"):

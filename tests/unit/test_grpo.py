@@ -135,6 +135,12 @@ TASKS |= {"transform": (ROWS, RewardSum())}  # of TorchRL's; a module, and so a 
 TASKS |= {"prompts alone": ROWS, "text": (ROWS, "right"), "nothing": None}
 
 
+def test_a_checkpoint_that_is_not_there_is_named_before_ray_starts(monkeypatch):
+    monkeypatch.setattr(grpo.ray, "init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(ConfigError, match=r"model.name must be a checkpoint.* none at /no/such"):
+        train_grpo(GRPOConfig.load(overrides=["model.name=/no/such"]))
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_of_ones_own_is_prompts_and_a_reward(name):
     config = GRPOConfig.load(overrides=[f"env.dataset={__name__}:task"])

@@ -85,11 +85,12 @@ class TextReward(Transform):
         self._fn, self._over, self._tokenizer = fn, over, tokenizer
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._told = f"TextReward({self._name})"
-        parameters = inspect.signature(fn).parameters.values()
+        signature = inspect.signature(fn)
+        parameters = signature.parameters.values()
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         given = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         try:
-            inspect.signature(fn).bind_partial("prompts", "answers")
+            signature.bind_partial("prompts", "answers")
         except TypeError as error:
             told = f"{self._name} must take (prompts, answers, **columns)"
             raise UnsupportedArgumentError(f"{told}, and does not: {error}") from error
