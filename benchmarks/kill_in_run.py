@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SYSTEMS = ("undisturbed", "killed", "ordinary")
 BEGUN_AGAIN = "rows begun again"
-NUM_REPLICAS, LIMIT_S = 2, 300.0
+NUM_REPLICAS, LIMIT_S = 2, 120.0
 CASE = Case("tiny", rows=16, tokens=16, minibatch=16, group=8)
 TRAINING = {"case": CASE, "dataset": "low-ids", "held_out": 0, "lr": 1e-3}
 # A row is computed alike by every replica, whatever else it computes.
@@ -64,6 +64,7 @@ ALIKE = {"max_num_seqs": 1, "enable_prefix_caching": False}
 # At the moment of a kill so many rows at least are with the replica: the last one takes a while.
 LEAST_ROWS = 2
 POLL_S = 0.002
+ARRIVAL_S = 0.1  # for what a process has sent before it was stopped
 # Entries of a batch, as it is trained on.
 COMPARED = {
     "tokens": ("tokens", "full"),
@@ -137,7 +138,7 @@ class Killer:
         described: Any = ray.get(victim.actor.describe.remote(), timeout=60)
         word, pid = self._random.choice([("actor", described.pid), ("engine core", core)])
         held, counts = self._service.load.in_flight, self._service.requests.counts
-        while held(victim.replica_id) < LEAST_ROWS:
+        while not self._stopped_with_rows(victim.replica_id, pid):
             if ended.wait(POLL_S):
                 return
         before, deadline = counts.totals()["retried"], time.monotonic() + LIMIT_S
@@ -148,6 +149,18 @@ class Killer:
                 raise TimeoutError(f"rows of replica {victim.replica_id}, killed by its {word}")
             time.sleep(POLL_S)
         self.kills.append((killed_at, again, word))
+
+    def _stopped_with_rows(self, replica_id: str, pid: int) -> bool:
+        """Stops a process; lets it go on if its rows were answered before it stood."""
+        held = self._service.load.in_flight
+        if held(replica_id) < LEAST_ROWS:
+            return False
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(ARRIVAL_S)
+        if held(replica_id) < LEAST_ROWS:
+            os.kill(pid, signal.SIGCONT)
+            return False
+        return True
 
 
 def train(setup: Any, service: Any, *, steps: int, killer: Killer | None = None) -> Series:
