@@ -373,7 +373,7 @@ class TorchRLClasses(System):
         self.ess.append(found.ESS.detach())
         self.rewards.append(batch["next", "reward"].mean())
         self.ages.update((self.bench.service.weight_version - batch["policy_version"]).tolist())
-        return found.mean(reduce=True)
+        return found.loss_objective
 
 
 class Ours(TorchRLClasses):

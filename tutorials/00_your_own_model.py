@@ -81,7 +81,7 @@ def train(service, checkpoint, steps, lr):
         sampled = time.perf_counter()
         rows = buffer.sample().to(DEVICE)
         loss = loss_fn(rows)
-        loss.mean(reduce=True).backward()
+        loss.loss_objective.backward()
         optimizer.step()
         optimizer.zero_grad()
         learned = time.perf_counter()

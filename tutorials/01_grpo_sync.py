@@ -104,7 +104,7 @@ def train(args, service, checkpoint, tokenizer, held_out):
         with clock("train_s"):
             for batch in buffer:
                 loss = loss_fn(batch)
-                (loss.mean(reduce=True) * len(batch) / len(rows)).backward()
+                (loss.loss_objective * len(batch) / len(rows)).backward()
                 ess.append(float(loss.ESS))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -197,7 +197,7 @@ def train(args, service, tokenizer, checkpoint, turns):
                 buffer.extend(conversation)
             push.result()  # it reads the weights that are about to change, or it raises
             rows = buffer[:]
-            learner.step(buffer, len(rows))
+            learner.step(buffer)
             push = pusher.submit(updater.push_weights)
             buffer.empty()
             turns.extend(itertools.chain(*conversations))

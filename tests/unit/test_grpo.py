@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.envs import RewardSum
 
 from tests.unit.test_policy import TOKENIZER, CannedService, lists_are_stacks  # noqa: F401
 from torchrl_vllm_sync import GRPOConfig, GRPORun, TextReward, cli, train_grpo
 from torchrl_vllm_sync.errors import ConfigError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl import grpo, run_state
+from torchrl_vllm_sync.rl.grpo import Learner
+from torchrl_vllm_sync.rl.rows import ASSISTANT, ATTENTION, LOG_PROBS
 from torchrl_vllm_sync.rl.tasks import Prompts, make_env
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
@@ -332,6 +335,59 @@ def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path,
     assert learned
     assert all(("lora_" in name) == (frequency == 5) for name in learned)
     assert all({"ESS", "grad_norm", "loss_objective"} <= one.figures.keys() for one in found)
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Rows with 2 to 40 tokens of answers, the second with an earlier one that is not trained."""
+    generator, answers = torch.Generator().manual_seed(0), torch.tensor([40, 5, 2, 20])[:, None]
+    columns = (torch.arange(50) - 10).expand(4, 50)
+    rows = TensorDict({"advantage": torch.tensor([1.0, -2, 3, -1]).view(4, 1, 1)}, [4])
+    rows["tokens", "full"] = torch.randint(3, 500, (4, 50), generator=generator)
+    rows[ATTENTION] = columns < answers
+    rows[ASSISTANT] = rows[ATTENTION] & (columns >= 0)
+    log_probs = torch.randn(4, 50, generator=generator) / 10 - 6
+    rows[LOG_PROBS] = log_probs.where(columns >= 0, torch.nan)
+    rows[ASSISTANT][1, :4] = True
+    return rows
+
+
+def test_a_step_is_the_same_in_however_many_passes(ragged, tmp_path):
+    """Also by a coefficient of each kind, lazily stacked, and in any order."""
+    config = GRPOConfig()
+    config.train.entropy_coeff, config.train.kl_to_inference_coeff = 0.1, 0.2
+    checkpoint, found = str(make_tiny_checkpoint(tmp_path)), []
+    lazy = LazyStackedTensorDict(*ragged.unbind(0), stack_dim=0)
+    for passes in ([ragged], ragged.split(1), ragged[[2, 1, 3, 0]].split(2), lazy.split(2)):
+        learner = Learner(config, checkpoint)
+        learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
+        found.append((learner.step(iter(passes)), gradients(learner)))
+    learner = Learner(config, checkpoint)
+    loss = learner.loss(ragged)
+    (loss.loss_objective + loss.loss_entropy + loss.loss_kl_to_inference).backward()
+    grads = gradients(learner)
+    for figures, clipped in found:
+        assert figures["grad_norm"] == pytest.approx(float(grads.norm()), rel=1e-4)
+        off = (clipped * max(1, figures["grad_norm"]) - grads).norm()
+        assert off <= 1e-5 * grads.norm()
+        for name in ("loss_objective", "clip_fraction", "kl_approx"):
+            assert figures[name] == pytest.approx(float(loss.get(name).detach()), rel=1e-4)
+
+
+def gradients(learner):
+    return torch.cat([one.grad.flatten() for one in learner.model.parameters()])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_passes_are_of_rows_of_a_like_length(ragged, packing):
+    run, orders = GRPORun.__new__(GRPORun), set()
+    run.config, run.learner = GRPOConfig(), SimpleNamespace(step=list)
+    train = run.config.train
+    train.optim_batch_size, train.gradient_accumulation_steps, train.packing = 4, 2, packing
+    for _ in range(20):
+        (passes,) = run._learn(ragged)
+        orders.add(tuple(rows[ATTENTION].sum(1).max().item() for rows in passes))
+    assert orders == ({(50, 15), (50, 30), (30, 50), (15, 50)} if packing else {(50, 15)})
 
 
 def test_a_run_that_is_resumed_counts_its_batches_from_there(monkeypatch, tmp_path):

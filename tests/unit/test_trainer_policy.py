@@ -214,6 +214,15 @@ def test_packing_without_positions_is_noticed(model, uneven, monkeypatch):
         assert_same(outcome(policy, uneven), outcome(TrainerPolicy(model), uneven))
 
 
+@pytest.mark.parametrize("path", ["head", "logits"])
+def test_rows_of_a_like_length_share_a_pass(model, uneven, path):
+    policy = TrainerPolicy(model, micro_batch=2, chunk_tokens=1000)
+    policy.path, seen = path, []
+    model.model.embed_tokens.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+    policy(uneven.clone())
+    assert [[*one] for one in seen] == [[2, 61], [2, 30]]  # of 61, 30, 2 and 39 needed columns
+
+
 @pytest.mark.parametrize(("packed", "shape"), [(False, [4, 61]), (True, [1, 132])])
 def test_packed_rows_are_computed_without_padding(model, uneven, packed, shape):
     policy = TrainerPolicy(model, packed=packed)

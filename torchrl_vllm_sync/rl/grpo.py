@@ -32,6 +32,7 @@ from torchrl_vllm_sync.rl.config import TINY, GRPOConfig
 from torchrl_vllm_sync.rl.groups import GroupAdvantage
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
+from torchrl_vllm_sync.rl.rows import ATTENTION, num_trained
 from torchrl_vllm_sync.rl.run_state import SAVED, RunState, newest_save
 from torchrl_vllm_sync.rl.statistics import RunLog
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
@@ -44,6 +45,8 @@ from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 _CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 RUN = "run"  # the folder of saved runs, beside those of weights
 _FIGURES = ("loss_objective", "clip_fraction", "kl_approx")
+# What TorchRL's loss averages over trained tokens; all else it does over rows with their padding.
+_OF_TOKENS = ("loss_objective", "loss_entropy")
 
 
 def trainer_device() -> torch.device:
@@ -159,16 +162,23 @@ class Learner:
         )
         self._max_norm, self._autocast = chosen.clip_grad_norm, on_gpu and train.mixed_precision
 
-    def step(self, passes: Iterable[TensorDictBase], num_rows: int) -> dict[str, float]:
-        """Makes one optimizer step of several passes; returns the least ESS, and means."""
-        ess, found = [], dict.fromkeys(_FIGURES, 0.0)
-        for rows in passes:
+    def step(self, passes: Iterable[TensorDictBase]) -> dict[str, float]:
+        """Makes one optimizer step, the same in however many passes; returns ESS and means."""
+        passes, ess, found = [*passes], [], dict.fromkeys(_FIGURES, 0.0)
+        sizes = torch.tensor([[len(rows), num_trained(rows)] for rows in passes]).double()
+        shares = (sizes / sizes.sum(0)).tolist()
+        for rows, (of_rows, of_tokens) in zip(passes, shares, strict=True):
             with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
-                share, loss = len(rows) / num_rows, self.loss(rows.to(self.device))
-            (loss.mean(reduce=True) * share).backward()
+                loss: Any = self.loss(rows.to(self.device))
+            parts = {
+                name: value * (of_tokens if name in _OF_TOKENS else of_rows)
+                for name, value in loss.items()
+            }
+            # Not loss.mean(reduce=True), which is of figures without gradients, too.
+            sum(value for name, value in parts.items() if name.startswith("loss_")).backward()
             ess.append(float(loss.ESS))
             for name in found:
-                found[name] += share * float(loss.get(name).detach().mean())
+                found[name] += float(parts[name].detach().mean())
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -288,8 +298,10 @@ class GRPORun:
         num_rows = train.optim_batch_size
         for _ in range(train.epochs):
             for chosen in rows[torch.randperm(len(rows))].split(num_rows):
+                if not train.packing:  # passes with as little padding as can be, the widest first
+                    chosen = chosen[chosen[ATTENTION].sum(1).argsort(descending=True)]
                 passes = chosen.split(num_rows // train.gradient_accumulation_steps)
-                found.append(self.learner.step(passes, num_rows))
+                found.append(self.learner.step(passes))
         return found
 
     def close(self) -> None:

@@ -223,6 +223,12 @@ def padded(rows: Any, key: NestedKey, value: int, side: str = "right") -> Any:
     return rows.get(key, None, **layout)
 
 
+def num_trained(rows: Any) -> int:
+    """Tokens of answers that have the log-probability they were sampled with."""
+    sampled = padded(rows, LOG_PROBS, torch.nan, "left").isfinite()
+    return int((padded(rows, ASSISTANT, 0, "left").bool() & sampled).sum())
+
+
 def objects(values: Sequence[Any]) -> np.ndarray:
     """A flat array of ``values``, whatever they are."""
     return np.fromiter(values, object, len(values))  # which does not look into lists

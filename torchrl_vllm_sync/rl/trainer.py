@@ -68,8 +68,8 @@ class TrainerPolicy(LLMWrapperBase):
             every rank must make as many passes: as many rows, ``chunk_tokens`` of ``micro_batch``
             times their longest. Its mode, ``eval`` as ``GRPOLoss`` advises, is left alone.
         chunk_tokens: Positions whose logits exist at a time, 1,024 of 150,000 words in 2 GiB.
-        micro_batch: Rows a forward pass, all by default. Activations of one pass exist at a time:
-            backward computes those before the last again.
+        micro_batch: Rows a forward pass, all by default, of a like length unless they are packed.
+            Activations of one pass exist at a time: backward computes those before the last again.
         gradient_checkpointing: Turns on the model's own; transformers does it in train mode only.
         temperature: Of sampling, above 0: logits are divided by it, as vLLM does for
             ``logprobs_mode="processed_logprobs"``.
@@ -321,7 +321,15 @@ class TrainerPolicy(LLMWrapperBase):
             if is_same and conditions == self._conditions():
                 return dist
             del ahead, dist  # and its graph
-        rows = _Rows.of(tokens, attention.bool(), mask, unwrap(self.model), experts)
+        has_passes = self.micro_batch is not None or self.path == "logits"
+        rows = _Rows.of(
+            tokens,
+            attention.bool(),
+            mask,
+            unwrap(self.model),
+            experts,
+            by_length=has_passes and not self.packed,
+        )
         masks = [_at(rows.positions, one, tokens.shape[1]) for one in given[3:]]
         if self.path == "head":
             scorer = partial(self._scores_by_head, self._states(rows), masks)
@@ -434,14 +442,21 @@ class _Rows:
 
     ids: Tensor  # int64 [B, T], 0 behind the last token of a row
     predicts: Tensor  # bool [B, T]: what is known up to here scores the next token
-    positions: tuple[Tensor, ...]  # rows and columns of the N scored tokens, before the move
+    positions: tuple[Tensor, ...]  # rows and columns of the N scored tokens, as they were given
     ends: list[int]  # of each row, the columns that its scored tokens need
     counts: list[int]  # of each row, scored tokens
     experts: Tensor  # integers [B, T, layers, k]: of each token, to be replayed
 
     @classmethod
     def of(
-        cls, tokens: Tensor, attention: Tensor, mask: Tensor, model: Any, experts: Tensor
+        cls,
+        tokens: Tensor,
+        attention: Tensor,
+        mask: Tensor,
+        model: Any,
+        experts: Tensor,
+        *,
+        by_length: bool,
     ) -> _Rows:
         if not tokens.numel():
             told = f"{keys.TOKENS!r} has shape {[*tokens.shape]}"
@@ -452,9 +467,11 @@ class _Rows:
         predicts[:, -1] = False  # which is column 0's: a first token follows nothing
         ends = (predicts * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)
         asked, lengths, counts = mask.sum(1), attention.sum(1), predicts.sum(1)
+        in_order = torch.arange(len(ids), device=ids.device)
+        rows = ends.argsort(descending=True) if by_length else in_order
         extremes = torch.stack([ids.amin(), ids.amax(), lengths.amax(), asked.amin()])
         # One wait for the device, whatever is asked.
-        low, high, length, fewest, *each = torch.cat([extremes, ends, counts]).tolist()
+        low, high, length, fewest, *each = torch.cat([extremes, ends[rows], counts[rows]]).tolist()
         num_tokens = model.get_input_embeddings().weight.shape[0]
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if low < 0 or high >= num_tokens:
@@ -467,9 +484,10 @@ class _Rows:
         if not fewest:
             none = (asked == 0).nonzero()[:, 0].tolist()
             raise InvalidPromptError(f"rows without a token to score: {none}")
-        positions = (mask & (attention.cumsum(1) > 1)).nonzero(as_tuple=True)
-        experts = experts[torch.arange(len(ids), device=ids.device)[:, None], order]
-        return cls(ids, predicts, positions, each[: len(ids)], each[len(ids) :], experts)
+        places, columns = (mask & (attention.cumsum(1) > 1))[rows].nonzero(as_tuple=True)
+        ids, predicts, experts = ids[rows], predicts[rows], experts[rows[:, None], order[rows]]
+        ends, counts = each[: len(ids)], each[len(ids) :]
+        return cls(ids, predicts, (rows[places], columns), ends, counts, experts)
 
     def parts(self, step: int, *, packed: bool) -> Iterator[tuple[tuple[Tensor, ...], int]]:
         """Ids, what they predict and experts, of needed columns; packed, one row and positions."""

@@ -101,7 +101,7 @@ def sync_steps(
         check_rows(rows, version=version, expected_rows=args.batch_size)
         check(rows)
         with clock("train_s"):
-            ess = learner.step(buffer, len(rows))["ESS"]
+            ess = learner.step(buffer)["ESS"]
         push = updater.push_weights()
         with torch.no_grad():
             missed = float(learner.loss(rows[: args.rows_per_pass].to(learner.device)).ESS)
