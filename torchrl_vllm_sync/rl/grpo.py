@@ -170,12 +170,12 @@ class Learner:
         for rows, (of_rows, of_tokens) in zip(passes, shares, strict=True):
             with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
                 loss: Any = self.loss(rows.to(self.device))
-            parts = {
+            parts: dict[str, Any] = {
                 name: value * (of_tokens if name in _OF_TOKENS else of_rows)
                 for name, value in loss.items()
             }
             # Not loss.mean(reduce=True), which is of figures without gradients, too.
-            sum(value for name, value in parts.items() if name.startswith("loss_")).backward()
+            torch.stack([parts[one] for one in parts if one.startswith("loss_")]).sum().backward()
             ess.append(float(loss.ESS))
             for name in found:
                 found[name] += float(parts[name].detach().mean())

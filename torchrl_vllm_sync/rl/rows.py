@@ -217,7 +217,7 @@ def _for_numpy(index: Any) -> Any:
     return copy(index.cpu().numpy() if isinstance(index, torch.Tensor) else index)
 
 
-def padded(rows: Any, key: NestedKey, value: int, side: str = "right") -> Any:
+def padded(rows: Any, key: NestedKey, value: float, side: str = "right") -> Any:
     """An entry, ragged rows of which are padded with ``value``; ``None`` if there is none."""
     layout = {"as_padded_tensor": True, "padding_side": side, "padding_value": value}
     return rows.get(key, None, **layout)
