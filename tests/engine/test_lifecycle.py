@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -72,6 +73,7 @@ def named_actors(name):
 @pytest.fixture
 def nothing_stays(cluster):
     """What a test starts is gone at its end: processes, actors, placement groups, shared memory."""
+    resource_tracker.ensure_running()  # this process's own, which a bar of tqdm starts, stays
     before, actors = cluster_processes(), named_actors("")
     yield
     eventually(lambda: cluster_processes() <= before)
