@@ -4,7 +4,7 @@ import http.client
 import json
 import os
 import signal
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import openai
 import pytest
@@ -454,9 +454,10 @@ def test_a_chat_of_a_session_is_not_truncated(server):
 
 
 def test_who_hangs_up_leaves_no_row(service, server):
-    with slowed(service, 0.02), client_of(server, session="gone") as client:
+    with client_of(server, session="gone") as client, ExitStack() as pace:
         chat = [dict(QUESTION)]
         say(client, chat)
+        pace.enter_context(slowed(service, 0.2))
         stream = client.chat.completions.create(
             model=client.name,
             messages=[*chat, TOOL],
@@ -467,6 +468,7 @@ def test_who_hangs_up_leaves_no_row(service, server):
         next(stream)
         stream.close()
         eventually(lambda: is_idle(service))
+        pace.close()
         say(client, [*chat, dict(TOOL)])
     (session,) = server.sessions.take("gone")
     (row,) = session.rows
@@ -477,9 +479,10 @@ def test_a_replica_that_dies_in_mid_answer_leaves_its_row_whole(service, server,
     """Comes last: what is killed stays dead."""
     pids = {one.replica_id: ray.get(one.actor.describe.remote()).pid for one in service.replicas}
     before = service.requests.counts.totals()["retried"]
-    with slowed(service, 0.01), client_of(server, session="kill") as client:
+    with client_of(server, session="kill") as client, ExitStack() as pace:
         chat = [dict(QUESTION)]
         say(client, chat)
+        pace.enter_context(slowed(service, 0.1))  # until the kill
         stream = client.chat.completions.create(
             model=client.name,
             messages=[*chat, TOOL],
@@ -491,6 +494,7 @@ def test_a_replica_that_dies_in_mid_answer_leaves_its_row_whole(service, server,
             next(stream)
         (victim,) = [one.replica_id for one in service.load.snapshots() if one.in_flight]
         os.kill(pids[victim], signal.SIGKILL)
+        pace.close()
         assert [*stream]
     assert service.requests.counts.totals()["retried"] == before + 1
     server.sessions["kill"].reward(1.0)

@@ -156,12 +156,12 @@ def test_what_an_engine_refuses_is_the_client_s_fault(service, server, name):
 
 def test_every_answer_tells_its_versions(service, server, client, name, other_model):
     before = service.weight_version
-    with slowed(service, 0.02):
+    with slowed(service, 0.2):  # until the push has ended
         fields = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **fields)
         first = next(stream)
         service.push_weights(other_model)
-        *_, last = stream
+    *_, last = stream
     assert first.policy_versions == [before]
     assert last.policy_versions == [before, before + 1]
     raw = client.completions.with_raw_response.create(model=name, prompt=PROMPT, max_tokens=2)
@@ -233,11 +233,11 @@ def test_options_bring_their_routes(service, name):
         assert read("/load") == {"server_load": 0}
         url = f"{asked.url}/v1"
         client = stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0))
-        stack.enter_context(slowed(service, 0.02))
-        fields = {"max_tokens": 40, "extra_body": {"ignore_eos": True}}
-        stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **fields)
-        next(stream)
-        assert read("/load") == {"server_load": 1}
+        fields = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+        with slowed(service, 0.2):
+            stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **fields)
+            next(stream)
+            assert read("/load") == {"server_load": 1}
         assert list(stream)
         eventually(lambda: read("/load") == {"server_load": 0})
         other = stack.enter_context(service.serve(api_key=KEY))
@@ -364,9 +364,11 @@ def test_hanging_up_ends_the_request_and_nothing_else(service, server, name):
             await asyncio.to_thread(eventually, lambda: service.load.total_in_flight == 1)
             await asyncio.to_thread(eventually, lambda: num_running(service) == 1)
             assert not kept.done()
+            await asyncio.to_thread(pace.close)
             return await kept
 
-    with slowed(service, 0.02):
+    with contextlib.ExitStack() as pace:
+        pace.enter_context(slowed(service, 0.2))
         answer = asyncio.run(run())
     assert answer.usage.completion_tokens == 120
     eventually(lambda: is_idle(service))
@@ -443,7 +445,7 @@ def test_a_replica_that_dies_in_mid_stream_is_not_noticed(service, client, name)
     wanted = service.generate(PROMPT, params).outputs[0].text
     before = service.requests.counts.totals()["retried"]
     pids = {one.replica_id: ray.get(one.actor.describe.remote()).pid for one in service.replicas}
-    with slowed(service, 0.01):
+    with slowed(service, 0.1):  # until the kill: twelve seconds are left of the answer
         stream = client.completions.create(
             model=name,
             prompt=PROMPT,
@@ -455,7 +457,7 @@ def test_a_replica_that_dies_in_mid_stream_is_not_noticed(service, client, name)
         text = "".join(next(stream).choices[0].text for _ in range(30))
         (victim,) = [one.replica_id for one in service.load.snapshots() if one.in_flight]
         os.kill(pids[victim], signal.SIGKILL)
-        text += texts(stream)
+    text += texts(stream)
     assert text == wanted
     assert service.requests.counts.totals()["retried"] == before + 1
     assert service.load.total_in_flight == 0
