@@ -23,6 +23,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 PROMPT = list(range(40, 90))
 LENGTH = 150
+# Of each step, until a replica is hit: then it has seconds of an answer left to send; and else.
+SLOW_S, STEP_S = 0.05, 0.01
 KILLS = True
 
 
@@ -32,7 +34,7 @@ def doomed(hurt):
     for actor in hurt.actors:
         ray.get(actor.__ray_call__.remote(listen))
     hurt.create_load_balancer("round-robin")
-    with slowed(hurt, 0.01):  # whoever is hit has tokens left to send
+    with slowed(hurt, STEP_S):
         yield hurt
     hurt.replicas.call_replicas("__ray_call__", fall_silent)
 
@@ -98,6 +100,7 @@ def broken_stream(service, pid_of, strike, params, after=30):
     outputs, num_tokens, victim = [], 0, None
     # Whoever is hit is hit at once: asking for its pid takes longer than the rest of an answer.
     pids = {one.replica_id: pid_of(service, one.replica_id) for one in alive(service)}
+    set_pace(service, SLOW_S)
     for output in service.generate(PROMPT, params, stream=True):
         outputs.append(output)
         new = len(output.outputs[0].token_ids)
@@ -105,8 +108,15 @@ def broken_stream(service, pid_of, strike, params, after=30):
         if num_tokens >= after and victim is None:
             victim = output.replica_id
             strike(service, victim, pids[victim])
+            set_pace(service, STEP_S, besides=victim)
     assert victim is not None
     return outputs, victim
+
+
+def set_pace(service, step_s, besides=None):
+    """Has each step of the replicas last that much longer, but for one that was hit."""
+    others = [one.actor for one in alive(service) if one.replica_id != besides]
+    ray.get([one.collective_rpc.remote("sync_pace", None, (step_s,)) for one in others])
 
 
 def is_delta(params):
@@ -157,6 +167,7 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
     batch = doomed.requests.prepare(prompts, params, None, timeout_seconds=200.0)
 
     async def run():
+        await asyncio.to_thread(set_pace, doomed, SLOW_S)
         task = asyncio.create_task(
             dispatcher.run(batch.requests, _reserver(doomed.requests.balancer), on_result=watch)
         )
@@ -168,6 +179,7 @@ def test_what_a_stopped_replica_holds_is_run_elsewhere_and_its_late_answers_are_
                     stopped.append("0")
         await asyncio.sleep(0.2)
         doomed.load.mark("0", ReplicaState.FAILED, "silent")
+        await asyncio.to_thread(set_pace, doomed, STEP_S, besides="0")
         return await task
 
     stopping = psutil.Process(actor_pid(doomed, "0"))
@@ -204,6 +216,7 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
     def wake():
         stopped.pop().resume()
         eventually(lambda: all(one.state.admits_requests for one in doomed.load.snapshots()))
+        set_pace(doomed, STEP_S)
 
     try:
         outputs, victim = broken_stream(doomed, actor_pid, stop_and_fail, params)
@@ -217,6 +230,7 @@ def test_what_cannot_be_gone_on_with_begins_again_or_says_why(doomed):
 
         params.output_kind = RequestOutputKind.DELTA
         pids = {one.replica_id: actor_pid(doomed, one.replica_id) for one in doomed.replicas}
+        set_pace(doomed, SLOW_S)
         stream = doomed.generate(PROMPT, params, stream=True)
         victim = next(stream).replica_id
         stop_and_fail(doomed, victim, pids[victim])
