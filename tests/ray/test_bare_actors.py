@@ -86,7 +86,7 @@ def balancer_of():
         balancer.close()
 
 
-def eventually(condition, timeout_s=20.0):
+def eventually(condition, timeout_s=120.0):  # of actors that import torch on a busy machine
     """Waits until ``condition()`` is true and returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -190,7 +190,7 @@ def test_copy_in_another_process_has_a_monitor_of_its_own(fake_engine, balancer_
 
     @ray.remote(num_cpus=0)
     def stats_of(copy):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while time.monotonic() < deadline:
             stats = [
                 (entry["num_unfinished"], entry["pending_requests"])
@@ -202,7 +202,7 @@ def test_copy_in_another_process_has_a_monitor_of_its_own(fake_engine, balancer_
         copy.close()
         return stats
 
-    assert ray.get(stats_of.remote(balancer), timeout=50) == [(3, 0), (5, 0)]
+    assert ray.get(stats_of.remote(balancer), timeout=200) == [(3, 0), (5, 0)]
 
 
 def test_balancer_that_is_dropped_ends_its_thread(fake_engine):

@@ -71,7 +71,7 @@ def actor(cluster):
     ray.kill(actor)
 
 
-def eventually(condition, timeout_s=20.0):
+def eventually(condition, timeout_s=120.0):  # of actors that import torch on a busy machine
     """Waits until ``condition()`` is true and returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
