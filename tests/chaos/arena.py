@@ -38,7 +38,7 @@ REACH_S = 60.0  # until a push comes to the point where it is hit
 NOTICED_S = {"kill": 15.0, "stop": UNRESPONSIVE_S + 20.0}
 # An update has a deadline of its own, and meanwhile an engine owes no other sign of life.
 NOTICED_IN_PUSH_S = PUSH_TIMEOUT_S + 20.0
-PUSHED_S = 2 * PUSH_TIMEOUT_S + 30.0
+PUSHED_S = 2 * PUSH_TIMEOUT_S + 50.0  # of which a fresh engine has 30 to join
 REPAIRED_S = 240.0
 DRAINED_S = 60.0
 # Seconds that a replica gets to find the newest version by itself, before the next push brings it.

@@ -89,10 +89,10 @@ class Trainer:
         """One of each kind for all pushes; a predecessor's directory is taken over."""
         if name not in self._transports:
             makers = {
-                "broadcast": lambda: broadcast(join_timeout_s=10),
+                "broadcast": lambda: broadcast(),
                 "memmap": lambda: MemmapTransport(self._directory, takeover=True),
                 "p2p": P2PTransport,
-                "swapped": lambda: broadcast(join_timeout_s=10),
+                "swapped": lambda: broadcast(),
             }
             self._transports[name] = makers[name]()
         return self._transports[name]
