@@ -16,7 +16,7 @@ class Watch:
     def __init__(self, service):
         self._service = service
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch")
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._lock = threading.Lock()
         self._history = []
         self.bad_choices = []
