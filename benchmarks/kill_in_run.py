@@ -20,6 +20,7 @@ rows were begun again, since a collector does not stream.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ from benchmarks.learning_curves import SAMPLING, OverService
 from benchmarks.live_engines import local_ray, start
 from benchmarks.record import Recorder, parser_of
 from torchrl_vllm_sync import ReplicaState
+from torchrl_vllm_sync.requests.background import run_blocking
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -156,7 +158,7 @@ class Killer:
         if held(replica_id) < LEAST_ROWS:
             return False
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(ARRIVAL_S)
+        run_blocking(asyncio.sleep(ARRIVAL_S))  # in the loop where answers arrive, which may lag
         if held(replica_id) < LEAST_ROWS:
             os.kill(pid, signal.SIGCONT)
             return False
