@@ -34,7 +34,7 @@ def lists_are_stacks():
 
 def generate_and_push(service, policy, data, weights, num_rows=ROWS):
     """Pushes while the policy generates, once its rows have tokens."""
-    with ThreadPoolExecutor(1) as pool, slowed(service, step_s=0.02):
+    with ThreadPoolExecutor(1) as pool, slowed(service):
         result = pool.submit(policy, data)
         eventually(lambda: num_running(service) >= num_rows)
         service.push_weights(weights)

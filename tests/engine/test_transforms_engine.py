@@ -129,7 +129,7 @@ def test_rows_age_with_each_push(service, model, padded):
 @LAYOUTS
 def test_rows_that_live_through_a_push_are_as_old_as_their_first_token(service, model, padded):
     before = service.weight_version
-    with ThreadPoolExecutor(1) as pool, slowed(service, step_s=0.02):
+    with ThreadPoolExecutor(1) as pool, slowed(service):
         sampling = pool.submit(sampled, service, padded=padded, sampling={"max_tokens": 200})
         eventually(lambda: num_running(service) == 4)
         for seed in range(3):
