@@ -113,8 +113,9 @@ class Soak:
             if kind == "kill core":
                 pid = engine_core_pid(victim.actor)
             eventually(lambda: service.load.in_flight(victim.replica_id))  # it has some to lose
+            before = self._num_restarts(victim.replica_id)
             os.kill(pid, signal.SIGKILL)
-            self._await_restart(victim.replica_id)
+            self._await_restart(victim.replica_id, before)
             self.began.append(victim.replica_id)
         service.wait_until_serving(timeout_s=REPAIR_S)
         self.happened[kind] += 1
@@ -139,10 +140,9 @@ class Soak:
         self.began += killed
         self.happened[MEMORY] += len(killed) - 1  # one is counted as every event is
 
-    def _await_restart(self, replica_id, before=None):
+    def _await_restart(self, replica_id, before):
         """Waits until it is known that a replica was killed, and until it is there again."""
         deadline = time.monotonic() + REPAIR_S
-        before = self._num_restarts(replica_id) if before is None else before
         while self._num_restarts(replica_id) == before:
             assert time.monotonic() < deadline, f"replica {replica_id} was not restarted"
             time.sleep(0.05)
