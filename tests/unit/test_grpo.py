@@ -84,6 +84,11 @@ WRONG = {
     "theirs": ("train.use_kl_to_ref=true", "train.use_kl_to_ref", "must be False, got True"),
     "groups": ("env.repeats=5", "env.num_envs", "multiple of env.repeats, which is 5, got 32"),
     "steps": ("train.optim_batch_size=64", "train.optim_batch_size", "must divide"),
+    "passes by two": (
+        "train={max_tokens_per_pass: 9, gradient_accumulation_steps: 2}",
+        "train.gradient_accumulation_steps",
+        "must be 1 with train.max_tokens_per_pass, got 2",
+    ),
     "no batch": ("train.total_dialog_turns=9", "train.total_dialog_turns", "must be 32 at least"),
     "saves of nothing": (
         "logging.checkpoint_frequency=9",
@@ -376,6 +381,32 @@ def test_a_step_is_the_same_in_however_many_passes(ragged, tmp_path):
 
 def gradients(learner):
     return torch.cat([one.grad.flatten() for one in learner.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("packing", "most", "sizes"),
+    [
+        (False, 1, [1, 1, 1, 1]),
+        (False, 99, [1, 3]),
+        (False, 89, [1, 2, 1]),
+        (False, 100, [2, 2]),
+        (False, 199, [3, 1]),
+        (False, 200, [4]),
+        (True, 49, [1, 2, 1]),
+        (True, 95, [3, 1]),
+        (True, 107, [4]),
+    ],
+)
+def test_passes_have_so_many_tokens_at_most(ragged, packing, most, sizes):
+    """Of rows of 50, 30, 15 and 12 tokens."""
+    run = GRPORun.__new__(GRPORun)
+    run.config, run.learner = GRPOConfig(), SimpleNamespace(step=list)
+    train = run.config.train
+    train.optim_batch_size, train.max_tokens_per_pass, train.packing = 4, most, packing
+    (passes,) = run._learn(ragged)
+    assert [len(rows) for rows in passes] == sizes
+    lengths = torch.cat([rows[ATTENTION].sum(1) for rows in passes])
+    assert lengths.tolist() == [50, 30, 15, 12]
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -83,7 +83,9 @@ class TrainConfig:
     total_dialog_turns: Count = 1280  # rows of all batches; whole batches count
     dialog_turns_per_batch: Count = 32  # a multiple of num_envs
     optim_batch_size: Count = 32  # rows of an optimizer step
-    gradient_accumulation_steps: Count = 1  # its passes, of equal size
+    gradient_accumulation_steps: Count = 1  # its passes, of equally many rows
+    # Instead, as few passes as have so many tokens at most, padding too; a longer row is alone.
+    max_tokens_per_pass: Count | None = None
     epochs: Count = 1  # how often a batch is gone through
     sync: Flag = True  # no row is of older weights than the trainer's: sampling waits for it
     max_staleness: Natural = 2  # without sync: how many versions older it may be
@@ -265,6 +267,8 @@ class GRPOConfig:
              f"{of} env.num_envs, which is {env.num_envs}"),
             ("train.optim_batch_size", step, step % passes,
              f"{of} train.gradient_accumulation_steps, which is {passes}"),
+            ("train.gradient_accumulation_steps", passes, train.max_tokens_per_pass and passes > 1,
+             "must be 1 with train.max_tokens_per_pass"),
             ("train.optim_batch_size", step, rows % step,
              f"must divide train.dialog_turns_per_batch, which is {rows}"),
             ("train.total_dialog_turns", train.total_dialog_turns, not self.num_batches,

@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,15 +294,30 @@ class GRPORun:
 
     def _learn(self, rows: Any) -> list[dict[str, float]]:
         """Makes all optimizer steps of a batch."""
-        train, found = self.config.train, []
-        num_rows = train.optim_batch_size
-        for _ in range(train.epochs):
-            for chosen in rows[torch.randperm(len(rows))].split(num_rows):
-                if not train.packing:  # passes with as little padding as can be, the widest first
-                    chosen = chosen[chosen[ATTENTION].sum(1).argsort(descending=True)]
-                passes = chosen.split(num_rows // train.gradient_accumulation_steps)
-                found.append(self.learner.step(passes))
-        return found
+        train = self.config.train
+        chosen = (
+            some
+            for _ in range(train.epochs)
+            for some in rows[torch.randperm(len(rows))].split(train.optim_batch_size)
+        )
+        return [self.learner.step(self._passes(some)) for some in chosen]
+
+    def _passes(self, rows: Any) -> Sequence[TensorDictBase]:
+        """Cuts the rows of an optimizer step into passes of a like length, the longest first."""
+        train, lengths = self.config.train, rows[ATTENTION].sum(1)
+        most, size = train.max_tokens_per_pass, len(rows) // train.gradient_accumulation_steps
+        if most is None and train.packing:
+            return rows.split(size)  # of whatever is next, so that none has all of the longest
+        order = lengths.argsort(descending=True)
+        if most is None:
+            return rows[order].split(size)
+        num_tokens: Any = sum if train.packing else lambda some: len(some) * some[0]
+        passes: list[list[int]] = [[]]
+        for length in lengths[order].tolist():
+            if passes[-1] and num_tokens([*passes[-1], length]) > most:
+                passes.append([])
+            passes[-1].append(length)
+        return rows[order].split([*map(len, passes)])
 
     def close(self) -> None:
         """Ends sampling, and what of it has begun."""
