@@ -66,7 +66,7 @@ def train(service, checkpoint, steps, lr):
         return_log_probs=True, generate_kwargs={"max_tokens": 16, "temperature": 1.0, "top_p": 1.0},
     )  # fmt: skip
     loss_fn = GRPOLoss(tvs.TrainerPolicy(model), entropy_coeff=0.0, masking_strategy="sft")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     buffer = ReplayBuffer(
         storage=tvs.RolloutStorage(ROWS), sampler=SamplerWithoutReplacement(),
         transform=tvs.GroupAdvantage(grpo_size=GROUP), batch_size=ROWS,

@@ -80,7 +80,7 @@ def train(args, service, checkpoint, tokenizer, held_out):
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
             return grpo(batch.to(args.device))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     buffer = ReplayBuffer(
         storage=tvs.RolloutStorage(args.batch_size), sampler=SamplerWithoutReplacement(),
         transform=tvs.GroupAdvantage(grpo_size=args.group_size), batch_size=args.rows_per_pass,

@@ -157,9 +157,10 @@ class Learner:
         ).to(self.device)
         self._parameters = [one for one in self.model.parameters() if one.requires_grad]
         chosen = config.optimizer
-        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, chosen.name)(
-            self._parameters, lr=chosen.lr, eps=chosen.eps, weight_decay=chosen.weight_decay
-        )
+        how = {"lr": chosen.lr, "eps": chosen.eps, "weight_decay": chosen.weight_decay}
+        # Fused: each value is read and written once, also on a CPU.
+        make: Any = getattr(torch.optim, chosen.name)
+        self.optimizer: torch.optim.Optimizer = make(self._parameters, **how, fused=True)
         self._max_norm, self._autocast = chosen.clip_grad_norm, on_gpu and train.mixed_precision
 
     def step(self, passes: Iterable[TensorDictBase]) -> dict[str, float]:
