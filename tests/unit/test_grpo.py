@@ -330,6 +330,7 @@ def test_steps_passes_and_pushes_are_as_many_as_asked_for(monkeypatch, tmp_path,
     assert [one.number for one in found if one.push] == pushed
     assert [one.version for one in found] == [6 + sum(at < n for at in pushed) for n in range(3)]
     assert passes == [2] * 24
+    assert run.learner.optimizer.defaults["fused"]
     assert steps == [2 * at for at in range(1, 13)]
     assert [len(one.rows) for one in found] == [8, 8, 8]
     asked = [sorted(one.rows["query"]) for one in found]
