@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+from signal import SIGCONT, SIGKILL, SIGSTOP
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ class Scripted:
         self.states = [SERVING, SERVING]
         self.load = self.counts = self
         self.requests = self
-        self.batches = []
+        self.batches, self.sent, self.num_late = [], [], 0
         call = SimpleNamespace(remote=lambda *_: [4711])
         described = SimpleNamespace(remote=lambda: SimpleNamespace(pid=4712))
         actor = SimpleNamespace(__ray_call__=call, describe=described)
@@ -52,7 +53,10 @@ class Scripted:
         assert self.steps != 2 or self.free.wait(20)
 
     def kill(self, *killed):
-        if killed[1] is kill_in_run.signal.SIGSTOP:
+        self.sent.append(killed[1])
+        if killed[1] is not SIGKILL:  # rows that are answered late are others once it goes on
+            self.rows = 0 if killed[1] is SIGSTOP and self.num_late else 16
+            self.num_late -= killed[1] is SIGSTOP and self.num_late > 0
             return
         self.killed = killed
         self.states[1], self.rows, self.retried = STARTING, 0, 16
@@ -81,10 +85,16 @@ def test_a_replica_is_killed_when_it_has_rows_and_all_serve(scripted):
         "loss": [1, 2, 3],
         BEGUN_AGAIN: [16],
     }
-    assert scripted.killed[1] is kill_in_run.signal.SIGKILL
+    assert scripted.sent == [SIGSTOP, SIGKILL]
     assert [(word, rows) for _, rows, word in killer.kills] == [
         ({4711: "engine core", 4712: "actor"}[scripted.killed[0]], 16)
     ]
+
+
+def test_a_replica_whose_rows_are_answered_before_it_stands_goes_on(scripted):
+    scripted.num_late = 2
+    train(scripted, scripted, steps=3, killer=Killer(scripted, 0, 0))
+    assert scripted.sent == [SIGSTOP, SIGCONT] * 2 + [SIGSTOP, SIGKILL]
 
 
 def test_a_run_in_which_nothing_could_be_killed_says_so(scripted):

@@ -91,11 +91,14 @@ def test_a_run_that_is_killed_is_resumed_with_the_same_rows(cluster, tmp_path, c
         eventually(lambda: process.poll() is not None or "4" in samples(tmp_path / "killed"), 200)
         process.kill()
     wanted = samples(tmp_path / "killed")
-    save, *later = sorted((tmp_path / "saved" / "run").glob("step-*"))
-    for one in later:  # it may have gone on for a while
-        shutil.rmtree(one)
-    first = int(save.name.removeprefix("step-"))
+    saves = tmp_path / "saved" / "run"
+    steps = sorted(int(one.name.removeprefix("step-")) for one in saves.glob("step-*"))
+    first, last = steps[0], max(map(int, wanted))
     assert first % 3 == 0 < first
+    assert steps == [*range(first, steps[-1] + 1, 3)]
+    assert steps[-1] in (last // 3 * 3, last + 1)  # the newest that there can be
+    for one in steps[1:]:  # it may have gone on for a while
+        shutil.rmtree(saves / f"step-{one:08}")
     again = command(tmp_path, "resumed", first + 2)
     assert cli.main([*again, "--resume"]) == 0, capfd.readouterr().err
     found = samples(tmp_path / "resumed")

@@ -84,7 +84,7 @@ class TrainConfig:
     dialog_turns_per_batch: Count = 32  # a multiple of num_envs
     optim_batch_size: Count = 32  # rows of an optimizer step
     gradient_accumulation_steps: Count = 1  # its passes, of equally many rows
-    # Instead, as few passes as have so many tokens at most, padding too; a longer row is alone.
+    # Instead, passes of so many tokens at most, with their padding; a longer row is alone in one.
     max_tokens_per_pass: Count | None = None
     epochs: Count = 1  # how often a batch is gone through
     sync: Flag = True  # no row is of older weights than the trainer's: sampling waits for it
