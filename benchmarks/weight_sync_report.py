@@ -1,8 +1,8 @@
 """The table of weight synchronisation, and its pictures, from the records.
 
 ``python -m benchmarks.weight_sync_report`` prints the table of all records in
-``benchmarks/results``, draws one PNG a record beside it, and ``weight_sync_pauses.png`` of all; a
-second one, ``..._tokens.png``, of those that say what running engines did around a push.
+``benchmarks/results``, and draws ``weight_sync_pauses.png`` of all, and a ``..._tokens.png`` of
+each that says what running engines did around a push.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ HEADS = (
     "| `broadcast` | staged | `p2p` | engine step | speed, staged | `p2p` |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
-PHASES = {
-    "stage": ("receive, generating", "tab:green"),
-    "pause": ("pause", "tab:gray"),
-    "load": ("receive and load, paused", "tab:red"),
-    "resume": ("resume", "tab:olive"),
-}
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -99,36 +93,6 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
         figure.legend(loc="outside upper center", ncols=5, fontsize=7, frameon=False)
 
 
-def timeline(run: dict[str, Any], path: Path) -> None:
-    """Draws one push to idle engines of each system, by the medians of its phases."""
-    medians = medians_of(run)
-    case = min((one for one, _, _ in medians), key=len)
-    rows = []
-    with picture(path, figsize=(8, 2.4)) as (_, axes):
-        if (whole := medians.get((case, "raw-nccl", "whole"))) is not None:
-            axes.barh(0, whole, color="tab:blue", label="bare broadcast")
-            rows.append("raw NCCL")
-        for system in SYSTEMS[1:]:
-            if (case, system, "whole_pause") not in medians:
-                continue
-            left = 0.0
-            for phase, (label, colour) in PHASES.items():
-                width = medians.get((case, system, phase), 0.0)
-                new = label not in axes.get_legend_handles_labels()[1]
-                if width:
-                    axes.barh(
-                        len(rows), width, left=left, color=colour, label=label if new else None
-                    )
-                left += width
-            rows.append(system)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.invert_yaxis()
-        axes.set_xlabel(f"ms, one push to idle engines, {case} on {run['hardware']}")
-        axes.legend(
-            loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=5, fontsize=7, frameon=False
-        )
-
-
 def tokens(run: dict[str, Any], path: Path) -> None:
     """Draws tokens per second of running engines around one push of each system, if noted."""
     noted = {
@@ -156,7 +120,6 @@ def tokens(run: dict[str, Any], path: Path) -> None:
 def main() -> int:
     runs = runs_of("weight_sync")
     for path, run in runs.items():
-        timeline(run, path.with_suffix(".png"))
         tokens(run, path.with_name(f"{path.stem}_tokens.png"))
     pauses([*runs.values()], RESULTS / "weight_sync_pauses.png")
     print(table([*runs.values()]), end="")

@@ -147,9 +147,10 @@ def run_of(setup, accuracies, finished_at="2026-11-23T10:00:00+00:00"):
     return {"hardware": "h200x2", "finished_at": finished_at, "records": records}
 
 
-def test_a_picture_shows_each_set_ups_newest_record(tmp_path, monkeypatch):
+def test_a_picture_shows_each_set_ups_record_of_the_last_day(tmp_path, monkeypatch):
     new = run_of("ours", [0.1, 0.5], "2026-11-24T10:00:00+00:00")
-    runs = [new, run_of("ours", [0.1, 0.2]), run_of("trl", [0.1, 0.3])]
+    peer = run_of("trl", [0.1, 0.3], "2026-11-24T09:00:00+00:00")
+    runs = [new, run_of("ours", [0.1, 0.2]), run_of("one-off", [0.1, 0.4]), peer]
     assert learning_curves_report.lines(runs) == {
         ("sums", "h200x2"): {"ours": ([0.0, 20.0], [0.1, 0.5]), "trl": ([0.0, 20.0], [0.1, 0.3])}
     }

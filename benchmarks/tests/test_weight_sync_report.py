@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.record import runs_of
 from benchmarks.weight_sync import AROUND_MS
-from benchmarks.weight_sync_report import pauses, table, timeline, tokens
+from benchmarks.weight_sync_report import pauses, table, tokens
 
 RECORDS = [*runs_of("weight_sync").values()]
 GUIDE = Path(__file__).resolve().parents[2] / "tutorials" / "guides" / "measured.md"
@@ -45,11 +45,6 @@ def test_medians_and_blanks():
     assert table([RUN]).splitlines()[-1] == (
         "| 8b-1 | 44.0 |  | 55.0 |  |  |  | 70.0 |  |  |  | 84 % |  |"
     )
-
-
-def test_the_timeline_is_drawn(tmp_path):
-    timeline(RUN, tmp_path / "push.png")
-    assert (tmp_path / "push.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_pauses_are_drawn(tmp_path):
