@@ -1,8 +1,8 @@
 """Held-out accuracy over seconds of training, as a picture of the records of ``learning_curves``.
 
 ``python -m benchmarks.learning_curves_report`` draws one PNG for each data set and machine, of the
-records in ``benchmarks/results`` of the last day that has any, and prints how many seconds each
-set-up took to the accuracy that all reached.
+records in ``benchmarks/results`` that are of the newest one's commit, and prints how many seconds
+each set-up took to the accuracy that all reached.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Lines = dict[str, tuple[list[float], list[float]]]
 
 
 def lines(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Lines]:
-    """Seconds and accuracies of each set-up's run of the last day, by data set and hardware."""
+    """Seconds and accuracies of each set-up's last run, by data set and hardware, of one commit."""
     found: dict[tuple[str, str], Lines] = {}
-    days: dict[tuple[str, str], str] = {}
+    commits: dict[tuple[str, str], str] = {}
     for run in sorted(runs, key=lambda one: one["finished_at"]):
         samples = {one["metric"]: one["samples"] for one in run["records"]}
         first = run["records"][0]
-        key, day = (first["case"], run["hardware"]), run["finished_at"][:10]
-        if days.get(key) != day:  # what other days' code took is another picture
-            days[key], found[key] = day, {}
+        key = first["case"], run["hardware"]
+        if commits.get(key) != run["commit"]:  # what other code took is another picture
+            commits[key], found[key] = run["commit"], {}
         line = samples["seconds of training"], samples["held-out accuracy"]
         found[key][first["system"]] = line
     return found

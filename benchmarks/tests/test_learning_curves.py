@@ -136,7 +136,7 @@ def test_the_preset_of_the_task_is_tutorial_ones():
         parsed(["--rows-per-pass", "20"])
 
 
-def run_of(setup, accuracies, finished_at="2026-11-23T10:00:00+00:00"):
+def run_of(setup, accuracies, hour=10, commit="new"):
     records = [
         {"case": "sums", "system": setup, "metric": metric, "samples": samples}
         for metric, samples in {
@@ -144,13 +144,14 @@ def run_of(setup, accuracies, finished_at="2026-11-23T10:00:00+00:00"):
             "held-out accuracy": accuracies,
         }.items()
     ]
-    return {"hardware": "h200x2", "finished_at": finished_at, "records": records}
+    finished_at = f"2026-11-23T{hour}:00:00+00:00"
+    return {"hardware": "h200x2", "finished_at": finished_at, "commit": commit, "records": records}
 
 
-def test_a_picture_shows_each_set_ups_record_of_the_last_day(tmp_path, monkeypatch):
-    new = run_of("ours", [0.1, 0.5], "2026-11-24T10:00:00+00:00")
-    peer = run_of("trl", [0.1, 0.3], "2026-11-24T09:00:00+00:00")
-    runs = [new, run_of("ours", [0.1, 0.2]), run_of("one-off", [0.1, 0.4]), peer]
+def test_a_picture_shows_each_set_ups_last_record_of_the_newest_commit(tmp_path, monkeypatch):
+    older = [run_of(one, [0.1, 0.4], hour=11, commit="old") for one in ("ours", "one-off")]
+    newest = [run_of("ours", [0.1, 0.5], hour=14), run_of("trl", [0.1, 0.3], hour=13)]
+    runs = [*newest, run_of("ours", [0.1, 0.2], hour=12), *older]
     assert learning_curves_report.lines(runs) == {
         ("sums", "h200x2"): {"ours": ([0.0, 20.0], [0.1, 0.5]), "trl": ([0.0, 20.0], [0.1, 0.3])}
     }
