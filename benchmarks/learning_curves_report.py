@@ -63,7 +63,7 @@ def draw(case: str, hardware: str, drawn: Lines, path: Path) -> None:
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(f"seconds of training, {case} on {hardware}")
-        axes.set_ylabel("held-out accuracy")
+        axes.set_ylabel("mean score, held out")
         axes.legend(frameon=False, fontsize=8)
 
 

@@ -47,6 +47,8 @@ _PACKAGES = (
     "tensordict",
     "transformers",
     "numpy",
+    "trl",
+    "reasoning-gym",
 )
 
 

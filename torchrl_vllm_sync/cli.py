@@ -32,7 +32,8 @@ exit status: 0 when it has shown what there is, 1 when there is no such service,
 or no history, 2 when the arguments are wrong"""
 _GRPO_EPILOG = """\
 without any setting a tiny random model learns on two CPU engines, in a minute. Files and settings
-have the form of TorchRL's sota-implementations/grpo; torchrl_vllm_sync/rl/config.py lists all.
+have the form of TorchRL's sota-implementations/grpo, as in `grpo train.total_dialog_turns=640
+optimizer.lr=1e-3`; `python -m pydoc torchrl_vllm_sync.rl.config` lists all.
 exit status: 0 when it has trained, 1 when it failed, 2 when settings are wrong"""
 
 

@@ -3,7 +3,7 @@
 Usage:
     python tutorials/00_your_own_model.py                  # tiny random model, no GPU, a minute
     python tutorials/00_your_own_model.py --smoke          # fewer steps, as CI runs it
-    python tutorials/00_your_own_model.py --model PATH     # any chat model; on GPUs, two or more
+    python tutorials/00_your_own_model.py --model PATH     # any chat model; where GPUs are, on two
 
 The last line is ``PASS ess <least> reward <first> -> <last>``, or ``FAIL`` and why. PASS claims
 nothing of the reward, but of every step: each row was sampled by the weights pushed last; the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -334,10 +335,11 @@ def _validated(tree: dict[str, Any]) -> tuple[GRPOConfig, dict[str, str]]:
 def _why(error: Any) -> str:
     """What pydantic found, in our words."""
     if error["type"] == "unexpected_keyword_argument":
-        sections = dataclasses.asdict(GRPOConfig()).items()
-        known = [one for name, of in sections for one in (name, *(f"{name}.{key}" for key in of))]
-        close = difflib.get_close_matches(".".join(map(str, error["loc"])), known, n=1)
-        return "is no such setting" + (f": did you mean {close[0]}?" if close else "")
+        *sections, name = map(str, error["loc"])
+        known = functools.reduce(operator.getitem, sections, dataclasses.asdict(GRPOConfig()))
+        close = difflib.get_close_matches(name, known, n=1)
+        told = f"did you mean {'.'.join([*sections, *close])}?"
+        return f"is no such setting: {told if close else 'there are ' + ', '.join(known)}"
     is_section = error["type"] == "dataclass_type"
     told = "must be a section" if is_section else re.sub(r"^\w+ should", "must", error["msg"])
     return f"{told}, got {shown(error['input'])}"
