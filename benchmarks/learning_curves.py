@@ -16,7 +16,8 @@ The clock stands still while engines start and while held-out problems are answe
 the set-up's own engine, before the first step, every ``--every`` seconds, and after the last step.
 What the systems do for the first time (kernels, memory) counts. Of a set-up's parallel samples each
 is one evaluation; ``mean reward``, ``throughput`` and how busy GPUs were are of the time since the
-one before it, and have one sample fewer. A step's phases are means of all steps.
+one before it, and have one sample fewer. A step's phases are means of all steps. Accuracy is the
+mean score of the task's scorer; reasoning-gym's gives a part for what is nearly right.
 
 ``python -m benchmarks.learning_curves --model FOLDER`` takes five minutes a set-up on GPUs,
 and each set-up leaves a record of its own; ``--smoke`` takes half a minute.

@@ -33,7 +33,7 @@ or no history, 2 when the arguments are wrong"""
 _GRPO_EPILOG = """\
 without any setting a tiny random model learns on two CPU engines, in a minute. Files and settings
 have the form of TorchRL's sota-implementations/grpo, as in `grpo train.total_dialog_turns=640
-optimizer.lr=1e-3`; `python -m pydoc torchrl_vllm_sync.rl.config` lists all.
+optimizer.lr=1e-3`; torchrl_vllm_sync/rl/config.py explains each.
 exit status: 0 when it has trained, 1 when it failed, 2 when settings are wrong"""
 
 

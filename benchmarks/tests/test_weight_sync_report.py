@@ -13,7 +13,6 @@ RUN = {
     "records": [
         {"case": "8b-1", "system": "raw-nccl", "metric": "whole", "samples": [40.0, 44.0, 50.0]},
         {"case": "8b-1", "system": "broadcast", "metric": "whole_pause", "samples": [55.0]},
-        {"case": "8b-1", "system": "broadcast", "metric": "load", "samples": [50.0]},
         {
             "case": "8b-1, 32 running",
             "system": "broadcast",

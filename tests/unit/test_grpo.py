@@ -64,6 +64,7 @@ def test_overrides_lie_over_files_and_files_over_defaults(files):
 WRONG = {
     "unknown": ("train.max_stalenes=3", "train.max_stalenes", "did you mean train.max_staleness"),
     "like none": ("optimizer.learning_rate=3", "optimizer.learning_rate", "there are name, lr"),
+    "nested": ("train_model.lora.rnk=3", "train_model.lora.rnk", "there are enabled, r, alpha"),
     "no section": ("trane.lr=3", "trane", "no such setting: did you mean train"),
     "inside a value": ("model.name.x=3", "model.name", "must be a valid string"),
     "a section": ("train=5", "train", "must be a section, got 5"),

@@ -751,3 +751,26 @@ def test_a_copy_is_as_good(model, rows):
     policy = TrainerPolicy(model)
     expected = outcome(policy, rows)
     assert_same(outcome(copy.deepcopy(policy), rows), expected)
+
+
+def test_what_rounding_takes_from_engines_hardly_moves_a_policy_under_autocast(model, rows):
+    """Engines have the weights in bfloat16; in float32 the trainer would go on alone."""
+
+    def log_probs(*, autocast):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = TrainerPolicy(model)(dense(rows))["log_probs", "full"]
+        return found[dense(rows)[PATHS[2]]]
+
+    def engine():
+        return {name: one.bfloat16() for name, one in model.state_dict().items()}
+
+    model.load_state_dict(engine())
+    had, before = engine(), [log_probs(autocast=on) for on in (False, True)]
+    _, grads = outcome(TrainerPolicy(model), rows)
+    with torch.no_grad():
+        for one, grad in zip(model.parameters(), grads, strict=True):
+            one -= one.abs() * grad.sign() / 1024  # a quarter of what bfloat16 tells apart, or less
+    assert all(torch.equal(one, had[name]) for name, one in engine().items())
+    after = [log_probs(autocast=on) for on in (False, True)]
+    alone, with_engines = ((a - b).abs().mean() for a, b in zip(after, before, strict=True))
+    assert alone > 2 * with_engines  # which the norms move, that autocast leaves in float32
