@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchrl_vllm_sync as tvs
+from benchmarks.peers.torchrl_vllm import TorchRLUpdater, engine_class
 from benchmarks.peers.vllm_nccl import VLLMNCCLTransport
 from torchrl_vllm_sync.testing import token_log_probs
 from torchrl_vllm_sync.weights.broadcast.group import free_port
@@ -131,7 +132,7 @@ class Trainer:
             self.model: Any = get_peft_model(self.model, LoraConfig(**lora))
         self.model.eval()
         self._rank = 0
-        self._updaters: dict[str, tvs.WeightUpdater] = {}
+        self._updaters: dict[str, Any] = {}
         # By name: another copy would get to know the replicas anew.
         self._services: dict[str, tvs.AsyncVLLM] = {}
 
@@ -161,10 +162,12 @@ class Trainer:
     def push(
         self, service: tvs.AsyncVLLM, system: str, options: dict[str, Any], rounds: int
     ) -> list[dict[str, float]]:
-        """Pushes ``rounds`` times and returns each report, in milliseconds."""
-        service = self._services.setdefault(service.name, service)
-        updater = self._updaters.get(system)
-        if updater is None:
+        """Pushes ``rounds`` times and returns each report, in seconds."""
+        updater: Any = self._updaters.get(system)
+        if updater is None and system == "torchrl":
+            updater = self._updaters[system] = TorchRLUpdater(service, self.model)
+        elif updater is None:
+            service = self._services.setdefault(service.name, service)
             kind = TRANSPORTS[system.removesuffix("-staged").removesuffix("-audited")]
             transport, keeps = kind(**options), system == "adapter"
             if keeps:  # which goes its own way, and adds to these
@@ -218,54 +221,6 @@ class Trainers:
         return ray.get(calls, timeout=timeout)[0]
 
 
-def loaded_actor() -> type:
-    """The replica's class, which can also put itself under load and time every token."""
-    from vllm import SamplingParams
-
-    from torchrl_vllm_sync.engine.actor import EngineActor
-
-    class LoadedActor(EngineActor):
-        _log = TokenLog()
-
-        async def begin_load(self, num_requests: int, max_tokens: int) -> None:
-            """Starts requests inside the actor, which hold out for ``max_tokens``."""
-            self._log = TokenLog(requests=[[] for _ in range(num_requests)])
-            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0)
-            lora = next((one[-1].request for one in self._adapters._held.values()), None)
-
-            async def run(index: int) -> None:
-                prompt = {"prompt_token_ids": [5 + index, 7, 9, 11] * 16}
-                name = f"load-{time.monotonic_ns()}-{index}"
-                async for output in self.engine.generate(prompt, params, name, lora_request=lora):
-                    count = len(output.outputs[0].token_ids)
-                    self._log.requests[index].append((time.perf_counter(), count))
-
-            self._load = [asyncio.create_task(run(index)) for index in range(num_requests)]
-            while not all(len(one) > 5 for one in self._log.requests):  # noqa: ASYNC110  vLLM is silent
-                await asyncio.sleep(0.01)
-
-        def mark(self) -> float:
-            return time.perf_counter()
-
-        async def receive_broadcast(self, *args: Any, **options: Any) -> dict[str, Any]:
-            """Receives one version, and notes when staged weights were on their way."""
-            report = await super().receive_broadcast(*args, **options)
-            if report["stage_s"]:
-                pause = time.perf_counter() - report["whole_pause_s"]
-                begin = pause - report["stage_s"] + report["ready_s"]
-                self._log.arrivals.append((begin, pause))
-            return report
-
-        async def end_load(self) -> TokenLog:
-            """Ends the load and returns what it produced."""
-            for task in self._load:
-                task.cancel()
-            await asyncio.gather(*self._load, return_exceptions=True)
-            return self._log
-
-    return LoadedActor
-
-
 # Begin and end, in seconds of ``time.perf_counter()``.
 Window = tuple[float, float]
 
@@ -278,6 +233,8 @@ class TokenLog:
     requests: list[list[tuple[float, int]]] = field(default_factory=list)
     # Of each staged push, from the trainer's word to begin to the start of the pause.
     arrivals: list[Window] = field(default_factory=list)
+    # When requests ended: of their own, or because a push aborted them.
+    ends: list[float] = field(default_factory=list)
 
     def rate(self, window: Window) -> float:
         """Tokens per second of all requests within ``window``.
@@ -305,6 +262,10 @@ class TokenLog:
         steps = (one for one in self._steps() if one[1] > begin and one[0] < end)
         return max((later - sooner for sooner, later in steps), default=0.0)
 
+    def ended(self, window: Window) -> int:
+        """How many requests ended within ``window``."""
+        return sum(window[0] <= one <= window[1] for one in self.ends)
+
     def _steps(self) -> Iterator[Window]:
         for (sooner, _), (later, _) in itertools.chain(*map(itertools.pairwise, self.requests)):
             yield sooner, later
@@ -319,3 +280,69 @@ def _produced(request: Sequence[tuple[float, int]], when: float) -> float:
         f"a request ran from {request[0][0]:.3f} to {request[-1][0]:.3f} s, not at {when:.3f} s: "
         "run fewer rounds or longer requests"
     )
+
+
+class UnderLoad:
+    """Of an actor with an ``engine``: puts it under load and times every token."""
+
+    engine: Any
+    _log = TokenLog()
+
+    async def begin_load(self, num_requests: int, max_tokens: int, lora: Any = None) -> None:
+        """Starts requests inside the actor; one that ends makes way for another."""
+        from vllm import SamplingParams
+
+        self._log = TokenLog(requests=[[] for _ in range(num_requests)])
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0)
+
+        async def run(index: int) -> None:
+            prompt = {"prompt_token_ids": [5 + index, 7, 9, 11] * 16}
+            total = 0
+            while True:
+                name, before = f"load-{time.monotonic_ns()}-{index}", total
+                async for output in self.engine.generate(prompt, params, name, lora_request=lora):
+                    count = before + len(output.outputs[0].token_ids)
+                    if count > total:
+                        total = count
+                        self._log.requests[index].append((time.perf_counter(), total))
+                self._log.ends.append(time.perf_counter())
+
+        self._load = [asyncio.create_task(run(index)) for index in range(num_requests)]
+        while not all(len(one) > 5 for one in self._log.requests):  # noqa: ASYNC110  vLLM is silent
+            await asyncio.sleep(0.01)
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    async def end_load(self) -> TokenLog:
+        """Ends the load and returns what it produced."""
+        for task in self._load:
+            task.cancel()
+        await asyncio.gather(*self._load, return_exceptions=True)
+        return self._log
+
+
+def loaded_actor() -> type:
+    """The replica's class, which can also put itself under load and time every token."""
+    from torchrl_vllm_sync.engine.actor import EngineActor
+
+    class LoadedActor(UnderLoad, EngineActor):
+        async def begin_load(self, num_requests: int, max_tokens: int, lora: Any = None) -> None:
+            lora = next((one[-1].request for one in self._adapters._held.values()), lora)
+            await super().begin_load(num_requests, max_tokens, lora)
+
+        async def receive_broadcast(self, *args: Any, **options: Any) -> dict[str, Any]:
+            """Receives one version, and notes when staged weights were on their way."""
+            report = await super().receive_broadcast(*args, **options)
+            if report["stage_s"]:
+                pause = time.perf_counter() - report["whole_pause_s"]
+                begin = pause - report["stage_s"] + report["ready_s"]
+                self._log.arrivals.append((begin, pause))
+            return report
+
+    return LoadedActor
+
+
+def torchrl_actor() -> type:
+    """The same of TorchRL's engine."""
+    return type("TorchRLActor", (UnderLoad, engine_class()), {})

@@ -11,10 +11,12 @@ reload.
 - ``gap beyond a step``: the longest time without a token around a push, less the usual one.
 - ``speed while weights arrive``: tokens per second, in per cent of those before the push: of staged
   weights from the first byte to the pause, of others from the push's beginning to its end.
+- ``requests ended``: by one push.
 - ``tokens around a push``: of the push with the median gap, every 5 ms from 50 ms before it on.
 
-With ``adapter`` among ``--systems`` the trainer has a LoRA adapter of rank 16, which that system
-pushes alone, to engines of its own, and the others merged.
+Two more systems have engines of their own. With ``adapter`` among ``--systems`` the trainer has a
+LoRA adapter of rank 16, which that system pushes alone, and the others merged. ``torchrl`` is
+TorchRL's own service and updater, see ``peers/torchrl_vllm.py``.
 
 ``--smoke`` takes a tiny model, Gloo and CPUs. Cases are named ``<model>-<replicas>``, and
 ``<model>-<replicas>-graphs`` where engines decode by CUDA graphs. With ``--quantization fp8`` the
@@ -40,18 +42,27 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.live_engines import local_ray, random_options, record_name, start
+from benchmarks.peers import torchrl_vllm
 from benchmarks.record import Recorder, parser_of
 from benchmarks.shapes import SHAPES, save_shape
-from benchmarks.sync_actors import LORA_RANK, Trainers, loaded_actor, raw_broadcast
+from benchmarks.sync_actors import (
+    LORA_RANK,
+    Trainers,
+    loaded_actor,
+    raw_broadcast,
+    torchrl_actor,
+)
 
 if TYPE_CHECKING:
     import argparse
+    from contextlib import AbstractContextManager
 
     from benchmarks.sync_actors import TokenLog
     from torchrl_vllm_sync import AsyncVLLM
 
 SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p", "p2p-audited")
-MORE_SYSTEMS = ("p2p-handed-on", "adapter")
+ALONE = "adapter", "torchrl"
+MORE_SYSTEMS = ("p2p-handed-on", *ALONE)
 # What people run who do not wait for a compiler.
 GRAPHS = {
     "mode": 0,
@@ -78,8 +89,9 @@ def main(argv: list[str] | None = None) -> int:
         if "raw-nccl" in args.systems:
             receivers = args.replicas * args.tensor_parallel
             raw = raw_broadcast(num_bytes, receivers, args.rounds, int(cuda))
-        systems, kept = ([n for n in args.systems if (n == "adapter") is k] for k in (False, True))
-        given = args.ranks, str(checkpoint), dtype, bool(kept)
+        alone = [[one] for one in args.systems if one in ALONE]
+        systems = [one for one in args.systems if one not in (*ALONE, "raw-nccl")]
+        given = args.ranks, str(checkpoint), dtype, "adapter" in args.systems
         trainer = Trainers(*given, num_gpus=int(cuda and not args.beside))
         for decode in args.decode:
             ranks, size = args.ranks, args.tensor_parallel
@@ -94,9 +106,9 @@ def main(argv: list[str] | None = None) -> int:
                 what = {"system": "raw-nccl", "metric": "whole", "unit": "ms"}
                 samples = [1e3 * one for one in raw]
                 recorder.add(case=case, **what, samples=samples, num_bytes=num_bytes)
-            for some in filter(None, (systems, kept)):
-                with launch(args, decode, checkpoint, dtype, some is kept) as service:
-                    for system in (one for one in some if one != "raw-nccl"):
+            for some in filter(None, (systems, *alone)):
+                with launch(args, decode, checkpoint, dtype, some) as service:
+                    for system in some:
                         try:
                             measure(recorder, service, trainer, case, system, args)
                         except Exception:  # noqa: BLE001  the others are measured all the same
@@ -138,29 +150,33 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def launch(
-    args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str, has_adapters: bool
-) -> AsyncVLLM:
+    args: argparse.Namespace, decode: str, checkpoint: Path, dtype: str, systems: list[str]
+) -> AbstractContextManager[AsyncVLLM]:
     """Starts the replicas with random weights."""
-    spare = any(one.startswith("p2p") or one.endswith("-staged") for one in args.systems)
+    has_adapters = "adapter" in systems
     engine = random_options(dtype, kv_gib=8) | {
-        "actor_class": loaded_actor(),
-        "max_num_seqs": 64,
         "num_replicas": args.replicas,
-        "stage_weights": spare and not has_adapters,
+        "max_num_seqs": 64,
         "enable_lora": has_adapters,
         "max_lora_rank": LORA_RANK,
-        "num_devices": args.tensor_parallel,
         "quantization": args.quantization,
         "gpu_memory_utilization": 0.6,  # of which the cache above is less
+        "enforce_eager": decode == "eager",
     }
-    if args.expert_parallel:
-        engine |= {"data_parallel_size": engine.pop("num_devices"), "enable_expert_parallel": True}
-    if not torch.cuda.is_available():
-        engine["worker_extension_cls"] = "tests.engine.plain_worker.PlainWorker"
-    engine["enforce_eager"] = decode == "eager"
     if decode == "graphs" and torch.cuda.is_available():
         engine["compilation_config"] = GRAPHS
-    return start(checkpoint, **engine)
+    if args.expert_parallel:
+        engine |= {"data_parallel_size": args.tensor_parallel, "enable_expert_parallel": True}
+    elif systems == ["torchrl"]:
+        engine["tensor_parallel_size"] = args.tensor_parallel
+    else:
+        engine["num_devices"] = args.tensor_parallel
+    if systems == ["torchrl"]:
+        return torchrl_vllm.running(checkpoint, torchrl_actor(), **engine)
+    if not torch.cuda.is_available():
+        engine["worker_extension_cls"] = "tests.engine.plain_worker.PlainWorker"
+    spare = any(one.startswith("p2p") or one.endswith("-staged") for one in systems)
+    return start(checkpoint, actor_class=loaded_actor(), stage_weights=spare, **engine)
 
 
 def measure(
@@ -223,11 +239,12 @@ def under_load(
                 ("throughput undisturbed", "tokens/s"): alone,
                 ("throughput while weights arrive", "tokens/s"): arriving,
                 ("speed while weights arrive", "%"): 100 * arriving / alone,
+                ("requests ended", "requests"): log.ended(push),
             }
             of_replicas.append(sample)
         for key in of_replicas[0]:
             values = [one[key] for one in of_replicas]
-            found.setdefault(key, []).append((max if key[1] == "ms" else min)(values))
+            found.setdefault(key, []).append((min if key[1] in ("tokens/s", "%") else max)(values))
     gaps = found["longest gap", "ms"][:-1]  # behind the last push requests end too early
     _, begin, _ = marks[gaps.index(statistics.median_low(gaps))]
     found["tokens around a push", "tokens/s"] = logs[0].rates(begin[0], AROUND_MS)

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-SYSTEMS = ("raw-nccl", "vllm-nccl", "broadcast", "broadcast-staged", "p2p")
-PAUSES = {
-    "raw NCCL, no engine": "tab:gray",
-    "vLLM's NCCL engine": "tab:red",
-    "broadcast": "tab:blue",
-    "broadcast, staged": "tab:green",
-    "p2p": "tab:purple",
+# The table's columns: each system's name and colour in pictures.
+SYSTEMS = {
+    "raw-nccl": ("raw NCCL, no engine", "tab:gray"),
+    "vllm-nccl": ("vLLM's NCCL engine", "tab:red"),
+    "broadcast": ("broadcast", "tab:blue"),
+    "broadcast-staged": ("broadcast, staged", "tab:green"),
+    "p2p": ("p2p", "tab:purple"),
 }
+SHOWN = {"torchrl": ("TorchRL's own service and updater", "tab:orange"), **SYSTEMS}
 HEADS = (
     "| case | raw NCCL | `vllm-nccl` | `broadcast` | staged | `p2p` | running: `vllm-nccl` "
     "| `broadcast` | staged | `p2p` | engine step | speed, staged | `p2p` |",
@@ -40,14 +41,15 @@ def table(runs: list[dict[str, Any]]) -> str:
     weights arrive, in per cent of those before.
     """
     lines = list(HEADS)
+    engines = [*SYSTEMS][1:]
     for run in runs:
         medians = medians_of(run)
         case = min((one for one, _, _ in medians), key=len)
         loaded = next((one for one, _, _ in medians if one.startswith(f"{case}, ")), case)
         cells = [
             medians.get((case, "raw-nccl", "whole")),
-            *(medians.get((case, system, "whole_pause")) for system in SYSTEMS[1:]),
-            *(medians.get((loaded, system, "longest gap")) for system in SYSTEMS[1:]),
+            *(medians.get((case, system, "whole_pause")) for system in engines),
+            *(medians.get((loaded, system, "longest gap")) for system in engines),
             medians.get((loaded, "broadcast", "normal step")),
         ]
         shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
@@ -68,11 +70,12 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
         medians = medians_of(run)
         case = min((one for one, _, _ in medians), key=len)
         if bare := medians.get((case, "raw-nccl", "whole")):
-            found[case] = [bare, *(medians.get((case, one, "whole_pause")) for one in SYSTEMS[1:])]
+            engines = (medians.get((case, one, "whole_pause")) for one in [*SYSTEMS][1:])
+            found[case] = [bare, *engines]
     cases = sorted(found, key=lambda case: found[case][0])
 
     with picture(path, figsize=(8, 3.2)) as (figure, axes):
-        for number, (label, colour) in enumerate(PAUSES.items()):
+        for number, (label, colour) in enumerate(SYSTEMS.values()):
             points = [
                 (place, found[case][number])
                 for place, case in enumerate(cases)
@@ -96,16 +99,16 @@ def pauses(runs: list[dict[str, Any]], path: Path) -> None:
 def tokens(run: dict[str, Any], path: Path) -> None:
     """Draws tokens per second of running engines around one push of each system, if noted."""
     noted = {
-        SYSTEMS.index(one["system"]): one["samples"]
+        one["system"]: one["samples"]
         for one in run["records"]
-        if one["metric"] == "tokens around a push" and one["system"] in SYSTEMS
+        if one["metric"] == "tokens around a push" and one["system"] in SHOWN
     }
     if not noted:
         return
     shared: Any = {"sharex": True, "sharey": True, "squeeze": False}
     with picture(path, len(noted), figsize=(8, 1 + 0.8 * len(noted)), **shared) as (figure, rows):
-        for (system, rates), (axes,) in zip(sorted(noted.items()), rows, strict=True):
-            label, colour = [*PAUSES.items()][system]
+        for system, (axes,) in zip(sorted(noted, key=[*SHOWN].index), rows, strict=True):
+            (label, colour), rates = SHOWN[system], noted[system]
             places = [one + AROUND_MS.step / 2 for one in AROUND_MS]
             axes.fill_between(places, [one / 1e3 for one in rates], color=colour, alpha=0.7)
             axes.axvline(0, color="black", linewidth=0.8)

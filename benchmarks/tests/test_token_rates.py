@@ -1,8 +1,11 @@
-"""Rates within windows that begin and end in the middle of steps."""
+"""Rates within windows that begin and end in the middle of steps; requests that are aborted."""
+
+import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.sync_actors import TokenLog
+from benchmarks.sync_actors import TokenLog, UnderLoad
 
 # Two requests: a step every 10 ms, every 20 ms from 0.1 s on, and none from 0.2 s to 0.26 s.
 STEPS = [
@@ -42,3 +45,25 @@ def test_steps_and_gaps():
     assert LOG.longest_gap_s((0.15, 0.3)) == pytest.approx(0.06)
     assert LOG.longest_gap_s((0.11, 0.19)) == pytest.approx(0.02)
     assert LOG.longest_gap_s((5.0, 6.0)) == 0.0
+
+
+async def test_a_request_that_is_aborted_makes_way_for_another():
+    class Engine:
+        asked = 0
+
+        async def generate(self, prompt, params, name, lora_request):
+            self.asked += 1
+            for count in (1, 2, 3, 3):  # the last output of an aborted request brings no token
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * count)])
+                await asyncio.sleep(0.001)
+
+    actor = UnderLoad()
+    actor.engine = Engine()
+    begin = actor.mark()
+    await actor.begin_load(2, 1900)
+    log = await actor.end_load()
+    for one in log.requests:
+        assert [count for _, count in one] == list(range(1, len(one) + 1))
+        assert len(one) > 5
+    assert 2 <= log.ended((begin, actor.mark())) < actor.engine.asked
+    assert log.ended((begin - 1, begin)) == 0

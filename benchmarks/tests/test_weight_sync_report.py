@@ -55,6 +55,6 @@ def test_tokens_around_a_push_are_drawn_where_they_were_noted(tmp_path):
     tokens(RUN, tmp_path / "tokens.png")
     assert not (tmp_path / "tokens.png").exists()
     noted = {"metric": "tokens around a push", "samples": [5000.0] * len(AROUND_MS)}
-    systems = [{**noted, "system": one, "case": "8b-1"} for one in ("p2p", "broadcast")]
+    systems = [{**noted, "system": one, "case": "8b-1"} for one in ("p2p", "torchrl")]
     tokens({**RUN, "records": systems}, tmp_path / "tokens.png")
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
