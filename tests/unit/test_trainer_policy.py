@@ -22,6 +22,8 @@ from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedA
 from torchrl_vllm_sync.rl import trainer
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, make_tiny_tokenizer
+from torchrl_vllm_sync.weights.module import ParamMeta
+from torchrl_vllm_sync.weights.source import fit_to_model
 
 VOCABULARY = 512
 LENGTHS = [(5, 7), (9, 3), (4, 8), (12, 1), (1, 6)]  # of prompts and answers
@@ -324,7 +326,14 @@ def test_adapters_are_trained_and_nothing_else(model, rows):
     assert_same(mine, outcome(wrapper(adapted), rows))
 
 
-def test_a_sharded_model_is_called_as_a_whole(model, checkpoint, rows, tmp_path):
+def push(policy, dtype):
+    """As far as the policy can tell: its weights are compared with those that engines expect."""
+    source = as_weight_source(policy)
+    expected = [ParamMeta(one.name, dtype, one.shape) for one in source.metadata()]
+    fit_to_model(source, expected)
+
+
+def test_a_sharded_model_is_called_as_a_whole(model, checkpoint, rows, tmp_path, caplog):
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
@@ -333,8 +342,10 @@ def test_a_sharded_model_is_called_as_a_whole(model, checkpoint, rows, tmp_path)
         for part in [*sharded.model.layers, sharded]:
             fully_shard(part, mesh=mesh)
         policy = TrainerPolicy(sharded, chunk_tokens=30)
+        push(policy, torch.bfloat16)  # FSDP2 may compute in that itself
         losses, theirs = GRPOLoss(policy)(rows), GRPOLoss(wrapper(model))(rows)
         assert policy.path == "logits"
+        assert "rounding" not in caplog.text
         for one in losses, theirs:
             (one.loss_objective + one.loss_entropy).backward()
         torch.testing.assert_close(losses.ESS, theirs.ESS)
@@ -774,3 +785,31 @@ def test_what_rounding_takes_from_engines_hardly_moves_a_policy_under_autocast(m
     after = [log_probs(autocast=on) for on in (False, True)]
     alone, with_engines = ((a - b).abs().mean() for a, b in zip(after, before, strict=True))
     assert alone > 2 * with_engines  # which the norms move, that autocast leaves in float32
+
+
+@pytest.mark.parametrize(
+    ("own", "engines", "autocast", "tells"),
+    [
+        (torch.float32, torch.bfloat16, False, True),
+        (torch.float32, torch.bfloat16, True, False),
+        (torch.float32, torch.float32, False, False),
+        (torch.bfloat16, torch.bfloat16, False, False),
+        (torch.bfloat16, torch.float32, False, False),
+    ],
+)
+def test_a_policy_finer_than_the_engines_it_was_pushed_to_says_so_once(
+    model, rows, caplog, own, engines, autocast, tells
+):
+    policy = TrainerPolicy(model.to(own))
+
+    def score():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            policy(dense(rows))
+        return [one.getMessage() for one in caplog.records if "rounding" in one.getMessage()]
+
+    assert not score()  # it was not pushed yet
+    push(policy, engines)
+    for _ in range(2):
+        found = score()
+        assert len(found) == tells
+    assert not tells or "torch.autocast('cpu', torch.bfloat16)" in found[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentErro
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
+from torchrl_vllm_sync.weights.source import coarsest, served_dtype
+
+logger = logging.getLogger(__name__)
 
 # Tokens of the two rows by which a model shows whether it keeps packed ones apart.
 _PROBE = 16
@@ -62,6 +66,10 @@ class TrainerPolicy(LLMWrapperBase):
     entropies are of these alone: with top-k, top-p or min-p, equal weights have the ratio 1.
 
     A called policy writes ``(log_probs_key, "full")`` into the rows, float32 and 0 on padding.
+
+    Engines that it is pushed to may round its weights. Where it then computes more finely than they
+    do, it has updates that they lack, more with each step, and says so once, in the log: losses
+    belong under ``torch.autocast`` to the engines' dtype. A model sharded by FSDP2 is not judged.
 
     Args:
         model: A causal language model of transformers, also inside PEFT or sharded by FSDP2, where
@@ -130,6 +138,7 @@ class TrainerPolicy(LLMWrapperBase):
         self.replay_experts = replay_experts
         # A pass that the loss of the same rows may take: tokens, what it found, and conditions.
         self._ahead: tuple[TokenDistribution, list[Any]] | None = None
+        self._has_told = False
         self.in_keys = [keys.TOKENS, keys.ATTENTION]
         self.out_keys = [log_probs_key]
         if gradient_checkpointing:
@@ -262,6 +271,24 @@ class TrainerPolicy(LLMWrapperBase):
         written = [one._version for one in parameters]  # which fused optimizers do not count
         return [_STEPS["of any optimizer"], precision, self.model.training, *written]
 
+    def _tell_of_rounding(self) -> None:
+        served = None if self._has_told else served_dtype(self.model)
+        if served is None:
+            return
+        parameters = [*self.model.parameters()]
+        kind = parameters[0].device.type
+        own = coarsest(one.dtype for one in parameters)
+        own = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
+        is_finer = own is not None and torch.finfo(own).eps < torch.finfo(served).eps
+        if is_finer and not is_sharded(self.model):
+            self._has_told = True
+            logger.warning(
+                "log-probabilities are computed in %s, by engines in %s: updates that rounding "
+                "takes from the engines move the trainer away from them with each step; compute "
+                "the loss under torch.autocast(%r, %s)",
+                *(own, served, kind, served),
+            )
+
     def get_dist(
         self,
         tensordict: TensorDictBase,
@@ -305,6 +332,7 @@ class TrainerPolicy(LLMWrapperBase):
             how = f"attn_implementation={core.config._attn_implementation!r}"
             why = f"{type(core).__name__} does not keep rows apart by positions with {how}"
             raise UnsupportedArgumentError(f"packed=True, but {why}")
+        self._tell_of_rounding()
         tokens = _padded(tensordict, keys.TOKENS)
         attention = _padded(tensordict, keys.ATTENTION)
         for name, one in {keys.ATTENTION: attention, "the mask": mask}.items():

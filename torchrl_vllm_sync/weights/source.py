@@ -23,6 +23,7 @@ from torchrl_vllm_sync.weights.module import (
     known_of,
     place_of,
     same_values,
+    unwrap,
     whole,
 )
 from torchrl_vllm_sync.weights.p2p.memory import this_node
@@ -256,6 +257,18 @@ def fit_to_model(source: WeightSource, expected: Sequence[ParamMeta]) -> WeightS
     else:
         _check(source, fit.prefix, fit.embedding)
     return _FittedSource(source, fit)
+
+
+def served_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """Returns the coarsest dtype in which engines hold the module's weights, once it was pushed."""
+    fit: _Fit | None = known_of(unwrap(module)).fit
+    return fit and coarsest(one.dtype for one in fit.metadata)
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Returns the floating-point dtype that rounds most."""
+    floating = {one for one in dtypes if one.is_floating_point}
+    return max(floating, key=lambda one: torch.finfo(one).eps, default=None)
 
 
 def _fit(source: WeightSource, given: list[ParamMeta], expected: Sequence[ParamMeta]) -> _Fit:
