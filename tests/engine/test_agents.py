@@ -4,7 +4,9 @@ import http.client
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -23,7 +25,7 @@ from torchrl_vllm_sync.errors import (
     UnsupportedArgumentError,
 )
 from torchrl_vllm_sync.serve.client import ServiceClient
-from torchrl_vllm_sync.serve.sessions import ASKED, Asked
+from torchrl_vllm_sync.serve.sessions import ASKED, Answer, Asked, Sessions
 from torchrl_vllm_sync.testing import load_tiny_model, token_log_probs
 
 KILLS = True
@@ -505,3 +507,21 @@ def test_a_replica_that_dies_in_mid_answer_leaves_its_row_whole(service, server,
     scored = token_log_probs(model, tokens)
     found = rows[0]["log_probs", "full"][rows[0]["masks", "all_attention_mask"]]
     assert (scored - found[1:])[sampled[1:]].abs().max() < 1e-3
+
+
+def test_a_session_is_there_while_an_answer_is_added_to_it():
+    sessions, read = Sessions(SimpleNamespace(all_special_ids=[]), 10), []
+    asked, answer = Asked(None, session_id="a"), Answer(None, SimpleNamespace())
+    sessions._keep(asked, answer, [1], None, forked=False)
+
+    class Known(dict):
+        def pop(self, *args):
+            found = super().pop(*args)  # to be put last
+            read.append(pool.submit(sessions.__getitem__, "a"))
+            wait(read, timeout=0.5)
+            return found
+
+    with ThreadPoolExecutor(1) as pool:
+        sessions._known = Known(sessions._known)
+        sessions._keep(asked, answer, [1], None, forked=False)
+        assert read[0].result(20) is sessions["a"]

@@ -1,7 +1,6 @@
 """Weights that are broadcast: on every replica, from every form, in every layout of an engine."""
 
 import copy
-import dataclasses
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -247,8 +246,7 @@ def test_opening_and_closing_as_often_as_one_likes(broadcasting, model):
 
 
 def test_a_rendezvous_at_a_port_of_ones_own(broadcasting, model, monkeypatch):
-    settings = dataclasses.replace(broadcasting.replicas.settings, rendezvous=None)
-    monkeypatch.setattr(broadcasting.replicas, "settings", settings)
+    monkeypatch.setattr(broadcasting.replicas, "_met_at", None)
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]

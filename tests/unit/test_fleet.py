@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -334,11 +335,11 @@ def test_before_a_push_it_follows_whoever_knows_more(rig, monkeypatch, told, exp
 def test_looking_outlives_errors_of_the_cluster_and_never_joins_one(rig, monkeypatch):
     asked = []
 
-    def find_service(*_, **__):
+    def named_actors(_):
         asked.append(1)
         raise RpcError("the head is busy")
 
-    monkeypatch.setattr(replicas_module, "find_service", find_service)
+    monkeypatch.setattr(replicas_module, "named_actors", named_actors)
     rig.replicas.follows = True
     rig.load.mark("1", ReplicaState.FAILED)
     monkeypatch.setattr(replicas_module.ray, "is_initialized", lambda: False)
@@ -347,6 +348,28 @@ def test_looking_outlives_errors_of_the_cluster_and_never_joins_one(rig, monkeyp
     monkeypatch.setattr(replicas_module.ray, "is_initialized", lambda: True)
     rig.replicas.to_ask()
     assert asked == [1]
+
+
+def test_looking_waits_for_nobody(rig, monkeypatch):
+    """The monitor looks under a lock that every request takes."""
+    newer = Membership([member("1"), member("2")], epoch=rig.membership.epoch + 5)
+    card, silent = Future(), Future()
+
+    def actor(answer):
+        asked = SimpleNamespace(future=lambda: answer)
+        return SimpleNamespace(card=SimpleNamespace(remote=lambda bare: asked))
+
+    actors = {"1": actor(card), "2": actor(silent)}
+    monkeypatch.setattr(replicas_module, "named_actors", lambda _: actors)
+    monkeypatch.setattr(replicas_module.ray, "is_initialized", lambda: True)
+    rig.replicas.follows = True
+    rig.load.mark("1", ReplicaState.FAILED)
+    monkeypatch.setattr(replicas_module, "wait", None)
+    for _ in range(3):
+        assert [one.replica_id for one in rig.replicas.to_ask()] == ["0", "1"]
+    card.set_result({"settings": None, "membership": newer})
+    eventually(lambda: [one.replica_id for one in rig.replicas.to_ask()] == ["1", "2"])
+    assert not silent.done()
 
 
 def test_supervision_keeps_no_service_alive(load):

@@ -7,14 +7,17 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 
 from tests.fakes.service import member, replicas_of
-from torchrl_vllm_sync import ParamMeta, ReplicaState
+from torchrl_vllm_sync import AsyncVLLM, ParamMeta, ReplicaState
 from torchrl_vllm_sync.errors import NoReplicaAvailableError, ServiceClosedError
 from torchrl_vllm_sync.replica import EngineReport, LoadReport, PushReport
 from torchrl_vllm_sync.routing.ledger import LoadTracker
-from torchrl_vllm_sync.service.replicas import Answers, Membership
+from torchrl_vllm_sync.routing.monitor import LoadMonitor
+from torchrl_vllm_sync.service import fleet, service
+from torchrl_vllm_sync.service.replicas import Answers, Membership, Replicas, ServiceSettings
 from torchrl_vllm_sync.service.weights import Weights
 
 
@@ -94,6 +97,26 @@ def test_the_replicas_of_a_service_are_a_sequence_that_others_can_be_given():
     assert list(replicas) == []
     with pytest.raises(ServiceClosedError, match="rollouts"):
         replicas.at(0)
+
+
+def test_where_a_process_meets_engines_is_no_matter_of_its_copies(monkeypatch):
+    here = replicas_of([member("0")])
+    assert here.meeting_point("192.0.2.1", 5000) == here.rendezvous == ("192.0.2.1", 5000)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.2")
+    copy = Replicas(here.settings, here.membership, is_copy=True)
+    assert copy.rendezvous == ("192.0.2.2", None)
+
+
+@pytest.mark.parametrize("strategy", ["round-robin", "requests"])
+def test_copies_do_not_all_begin_at_one_replica(monkeypatch, strategy):
+    monkeypatch.setattr(LoadMonitor, "start", lambda self: None)
+    monkeypatch.setattr(fleet, "_job_id", lambda: None)
+    engine = SimpleNamespace(model="m", skip_tokenizer_init=True)
+    settings = ServiceSettings(name="s", engine_args=engine, balancing={"strategy": strategy})
+    members = Membership(map(member, "0123"))
+    copies = [service._rebuild(AsyncVLLM, settings, members) for _ in range(16)]
+    first = [one.requests.balancer.reserve([1, 2]).replica_id for one in copies]
+    assert len({*first}) > 1  # that all are alike happens once in a billion times
 
 
 def test_one_replica_s_figure_is_asked_of_that_one_alone(monkeypatch):

@@ -214,6 +214,34 @@ def test_a_push_of_unusual_tensors_that_fails_is_told_of_as_any_other(
     assert push(pusher, weights={"w": made}, version=1).version == 1
 
 
+def test_a_retry_by_another_transport_is_refused_before_anything_is_sent(
+    pusher, replicas, transport
+):
+    """Who has the version already would take it for another run's, and serve no more."""
+    transport.failing = {"b"}
+    with pytest.raises(WeightSyncError):
+        push(pusher)
+    held_back, other = [*replicas.held_back], Transport(replicas)
+    other.run_id = "another"
+    pusher.use(other)
+    with pytest.raises(StaleVersionError, match="version 1 was pushed already, by another trans"):
+        push(pusher, version=1)
+    assert (other.sent, replicas.held_back) == ([], held_back)
+    assert push(pusher).version == 2
+    pusher.use(transport)
+    with pytest.raises(StaleVersionError, match="by another transport"):
+        push(pusher, version=2)
+
+
+def test_a_version_that_everybody_refused_stays_the_run_s_that_committed_it(pusher, transport):
+    push(pusher)
+    transport.failing, transport.run_id = {"a", "b"}, "another"
+    pusher._pushed.clear()  # as in a process that has not pushed it
+    with pytest.raises(WeightSyncError):
+        push(pusher, version=1)
+    assert (pusher.committed, pusher._ledger.run_id) == (1, "run")
+
+
 def test_a_number_that_a_silent_replica_may_have_taken_is_not_free(pusher, transport):
     transport.failing = transport.silent = {"a", "b"}
     with pytest.raises(WeightSyncError):

@@ -369,8 +369,10 @@ def test_rows_beyond_unwritten_places_are_refused():
     first, second = batches(3, 3)
     storage = RolloutStorage(16)
     storage.set(range(3), first)
-    with pytest.raises(IndexError, match="rows at 7, where 3 are stored"):
+    with pytest.raises(IndexError, match="rows at 9, and none at 3"):
         storage.set(range(7, 10), second)
+    with pytest.raises(IndexError, match="rows at 5, and none at 3"):
+        storage.set([5, 0, 1], second)
     with pytest.raises(RowLayoutError, match="3 rows for 1 places"):
         storage.set(3, second)
     assert len(storage) == 3

@@ -474,6 +474,14 @@ def test_the_rows_of_a_group_have_seeds_of_their_own():
     assert len({*seeds}) == len(seeds) == 8
 
 
+def test_a_collector_by_groups_tells_its_state_and_goes_on_from_none():
+    rolled = by_group(ByGroup(0, 3), total_dialog_turns=16)
+    state = rolled.state_dict()
+    assert "pacer" not in state
+    with pytest.raises(UnsupportedArgumentError, match="yield_completed_trajectories"):
+        rolled.load_state_dict(state)
+
+
 def test_groups_that_end_first_are_handed_on_first():
     service = ByGroup(0, 3)
     rolled = by_group(service, total_dialog_turns=16)

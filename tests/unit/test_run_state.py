@@ -3,6 +3,7 @@
 import itertools
 import json
 import random  # noqa: TID251  its state is what is saved
+import shutil
 import signal
 from functools import partial
 from types import SimpleNamespace
@@ -450,6 +451,23 @@ def test_what_collectors_of_one_pacer_were_sampling_is_sampled_anew(tmp_path):
         buffer.empty()
         pacer.trained(4)
         next(iter(other))
+
+
+def test_of_several_ranks_one_asks_the_pacer_that_they_share(tmp_path, monkeypatch):
+    def made(rank):
+        monkeypatch.setattr(run_state, "_place", lambda: (rank, 2))
+        return RunState(torch.nn.Linear(2, 2), pacer=pacer)
+
+    pacer = Pacer(1, 4)
+    pacer._call("join", "a", 4)
+    pacer._call("admit", "a")
+    folder = made(0).save(tmp_path)
+    shutil.copy(folder / "rank-0.pt", folder / "rank-1.pt")
+    pacer = Pacer(1, 4)
+    assert [made(rank).load(tmp_path) for rank in (0, 1)] == [0, 0]
+    pacer._call("join", "a", 4)
+    assert pacer._call("admit", "a").number == 0  # it was under way
+    assert [made(rank)._asks_gate for rank in (0, 1)] == [True, False]
 
 
 def test_a_collector_goes_on_from_a_state_by_itself():

@@ -275,6 +275,17 @@ async def test_one_that_was_not_removed_after_all_serves_again(updates):
     assert updates._gate.state is STALE
 
 
+@pytest.mark.parametrize("missed", [(4, "a run"), (3, "another run")])
+async def test_one_that_was_not_removed_and_missed_a_push_serves_nothing_old(updates, missed):
+    updates._switch(3)
+    updates.run_id = "a run"
+    updates._gate.set(SERVING)
+    updates.drain()
+    updates.hold_back(*missed)
+    updates.undrain()
+    assert updates._gate.state is STALE
+
+
 class Stored:
     """A directory with version 1, of which the engine's one worker loads as it is told."""
 

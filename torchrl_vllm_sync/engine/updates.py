@@ -480,4 +480,4 @@ class Updates:
     def undrain(self) -> None:
         self._drains = False
         if self._gate.state is ReplicaState.DRAINING:
-            self.set_state(ReplicaState.SERVING)
+            self._serve_or(f"it did not reach version {self._floor}")

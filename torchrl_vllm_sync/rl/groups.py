@@ -273,8 +273,8 @@ class RolloutStorage(LazyStackStorage):
         if len(index) != len(rows):
             raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
         end = max(len(stored), int(index.max()) + 1)
-        if end > len(stored) + len(rows):
-            raise IndexError(f"rows at {int(index.min())}, where {len(stored)} are stored")
+        if gaps := {*range(len(stored), end)} - {*index.tolist()}:
+            raise IndexError(f"rows at {int(index.max())}, and none at {min(gaps)}")
         if stored.leaves:
             rows.check_like(stored)
         else:

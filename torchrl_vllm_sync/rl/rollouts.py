@@ -349,7 +349,7 @@ class RolloutCollector(LLMCollector):
                 state["num_loaded"], state["prompts_sum"] = self._num_loaded, self._prompts_sum
             state["num_untrained"], state["ahead"] = self._num_untrained, ahead
             state["dialog_turns_per_batch"] = self.dialog_turns_per_batch
-            if self._is_own:
+            if self._is_own and not self._by_group:  # which has none, and is refused by a load
                 state["pacer"] = self._pacer.state_dict()
         return state
 

@@ -60,7 +60,7 @@ class RunState:
         collector: A collector that has the trainer's process to itself, with its pacer.
         pacer: That of several collectors, which hand nothing on while a run is saved, once it was
             told what is ``trained``. What they have handed on is sampled no more: save their buffer
-            with it.
+            with it. Of several ranks the first one saves and loads it.
         updater: What pushes the model, and the first thing that it pushes after a load.
         settings: What a program that loads must have alike, by key: numbers, texts and the like.
         **extra: Whatever else has ``state_dict`` and ``load_state_dict``, such as a scheduler.
@@ -125,13 +125,15 @@ class RunState:
         (number,) = told
         name = f"{number:08d}"
         folder = root / (UNFINISHED + name)
-        with _together(root), contextlib.ExitStack() as stack:
-            if self._gate is not None:  # nothing gets into the buffer meanwhile
-                stack.callback(self._gate._call, "thaw")
-                self._gate._call("freeze")
-                self._gate._call("settled", waits=True)
-            torch.save(self._state(), folder / f"rank-{rank}.pt")
-            _fsync(folder / f"rank-{rank}.pt")
+        with contextlib.ExitStack() as stack:
+            with _together(root):
+                if self._asks_gate:  # nothing gets into any rank's buffer meanwhile
+                    stack.callback(self._gate._call, "thaw")
+                    self._gate._call("freeze")
+                    self._gate._call("settled", waits=True)
+            with _together(root):
+                torch.save(self._state(), folder / f"rank-{rank}.pt")
+                _fsync(folder / f"rank-{rank}.pt")
         self._access(state_dict_saver.save, folder)
         with _together(root):
             if rank == 0:
@@ -171,7 +173,7 @@ class RunState:
             file = folder / f"rank-{_place()[0]}.pt"
             state = torch.load(file, map_location="cpu", weights_only=False)
             _require(folder, "parts", self._parts(), state["parts"])
-            if self.pacer is not None:
+            if self.pacer is not None and self._asks_gate:
                 self.pacer._call("check_state", state["pacer"])
             if self.collector is not None:
                 self.collector._check_state(state["collector"])
@@ -180,9 +182,10 @@ class RunState:
                 undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
                 one.load_state_dict(state["others"][name])
             undo.pop_all()
-            for one in (self.pacer, self.collector):
-                if one is not None:
-                    one.load_state_dict(state["pacer" if one is self.pacer else "collector"])
+            if self.pacer is not None and self._asks_gate:
+                self.pacer.load_state_dict(state["pacer"])
+            if self.collector is not None:
+                self.collector.load_state_dict(state["collector"])
         self.model.zero_grad(set_to_none=True)
         self._access(state_dict_loader.load, folder, has_begun=state["has_begun"])
         if self.optimizer is not None:
@@ -211,6 +214,11 @@ class RunState:
             "version": None if service is None else service.weight_version,
             "random": {name: state() for name, (state, _) in _RANDOM.items()},
         }
+
+    @property
+    def _asks_gate(self) -> bool:
+        """Whether this rank tells the pacer: of one that ranks may share, only the first."""
+        return self._gate is not None and (self.pacer is None or _place()[0] == 0)
 
     @property
     def _has_begun(self) -> bool:

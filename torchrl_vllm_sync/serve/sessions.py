@@ -209,10 +209,12 @@ class Sessions(Mapping[str, Session]):
         self._special_ids = {*tokenizer.all_special_ids}
 
     def __getitem__(self, session_id: str) -> Session:
-        return self._known[session_id]
+        with self._lock:  # as an answer puts its session last
+            return self._known[session_id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._known])
+        with self._lock:
+            return iter([*self._known])
 
     def __len__(self) -> int:
         return len(self._known)
@@ -250,7 +252,8 @@ class Sessions(Mapping[str, Session]):
 
     def _bound(self, key: str) -> Session | None:
         """The session whose key this is."""
-        session = self._known.get(key)
+        with self._lock:
+            session = self._known.get(key)
         return session if session is not None and session._is_bound else None
 
     def _keep(self, asked: Asked, answer: Answer, *turn: Any, forked: bool) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,7 +60,6 @@ class ServiceSettings:
     unresponsive_after_s: float = UNRESPONSIVE_AFTER_S
     max_restarts: int = 0  # of each replica within an hour
     balancing: Mapping[str, Any] = field(default_factory=dict)  # arguments of the balancer
-    rendezvous: tuple[str, int | None] | None = None  # once that was named or asked for
 
 
 class Membership:
@@ -164,23 +163,42 @@ def find_service(
             f"{ray.get_runtime_context().gcs_address}; RAY_ADDRESS names another, of which this "
             "machine may have several"
         )
-    deadline, states = Deadline(timeout_s), []
-    # By keyword: where Ray has only the methods' names, it takes no positional arguments.
-    calls = [actor.card.remote(bare=bare) for actor in actors.values()]
-    for ref in as_they_end(calls, deadline):
-        try:
-            state = ray.get(ref)
-        except RayError as error:
-            logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
-            continue
-        if state:  # one that joins has none yet
-            states.append(state)
-            deadline.shorten(NEWER_WITHIN_S)
-    if not states:
+    cards = Cards(actors, timeout_s, bare=bare)
+    while waited := cards.waited_for():
+        wait(waited, timeout=cards.deadline.left_s, return_when=FIRST_COMPLETED)
+    if (found := cards.newest()) is None:
         why = f"no replica of service {service_name!r} answered within {timeout_s:g} s"
         raise ServiceClosedError(why)
-    newest = max(states, key=lambda one: one["membership"].epoch)
-    return newest["settings"], newest["membership"].with_actors(actors)
+    return found
+
+
+class Cards:
+    """What replicas say of their service, asked for without waiting."""
+
+    def __init__(self, actors: Mapping[str, Any], timeout_s: float, *, bare: bool) -> None:
+        self._actors, self.deadline = actors, Deadline(timeout_s)
+        # By keyword: where Ray has only the methods' names, it takes no positional arguments.
+        self._calls = [one.card.remote(bare=bare).future() for one in actors.values()]
+
+    def _answers(self) -> list[dict[str, Any]]:
+        ended = [one for one in self._calls if one.done() and one.exception() is None]
+        return [card for one in ended if (card := one.result())]  # one that joins has none yet
+
+    def waited_for(self) -> list[Future[Any]]:
+        """Those that have not answered, as long as they have time."""
+        if self._answers():
+            self.deadline.shorten(NEWER_WITHIN_S)
+        return [] if self.deadline.passed else [one for one in self._calls if not one.done()]
+
+    def newest(self) -> tuple[ServiceSettings, Membership] | None:
+        """The service's settings and living replicas, of the newest answer there is."""
+        for one in self._calls:
+            if one.done() and (error := one.exception()):
+                logger.warning("a replica is dead, or cannot say who is in its service: %s", error)
+        if not (cards := self._answers()):
+            return None
+        newest = max(cards, key=lambda one: one["membership"].epoch)
+        return newest["settings"], newest["membership"].with_actors(self._actors)
 
 
 @contextlib.contextmanager
@@ -287,11 +305,13 @@ class Replicas(Sequence[Member]):
     def __init__(
         self, settings: ServiceSettings, membership: Membership | None = None, is_copy: bool = False
     ) -> None:
-        self.settings = settings  # replaced by :meth:`meeting_point` and by a new balancer
+        self.settings = settings  # replaced by a new balancer
+        self._met_at: tuple[str, int] | None = None  # once that was named or asked for
         self.membership = membership  # ``None`` unless the service is launched
         self.is_copy = is_copy  # of a service that another process launched
         self.follows = is_copy or settings.detached  # others may change the membership
         self._has_asked, self._looked_at, self._lock = False, 0.0, threading.RLock()
+        self._look: Cards | None = None  # under way, of :meth:`to_ask`
         self._last_served = 0
         self.load = LoadTracker([one.replica_id for one in self], state=ReplicaState.SERVING)
         for one in self.members:
@@ -490,16 +510,25 @@ class Replicas(Sequence[Member]):
     def to_ask(self) -> list[Member]:
         """Returns the replicas the monitor asks, after following changes by other processes."""
         # The replicas report the epoch of the newest membership: no actor calls while all is as it
-        # was, and once a second while a replica is dead, or the last look failed.
+        # was, and once a second while a replica is dead, or the last look failed. Nothing is waited
+        # for, as the monitor keeps Ray from ending meanwhile: a later round finds the answers.
         membership = self.membership
         if self.follows and membership is not None and ray.is_initialized():
             snapshots, now = self.load.snapshots(), time.monotonic()
             newest = max((one.membership_epoch for one in snapshots), default=0)
             lost = any(one.state in (ReplicaState.FAILED, ReplicaState.CLOSED) for one in snapshots)
             is_due = now >= self._looked_at + LOOK_INTERVAL_S
-            if is_due and (lost or newest > membership.epoch):
+            if self._look is None and is_due and (lost or newest > membership.epoch):
                 self._looked_at = now
-                self._follow_found()
+                try:
+                    actors = named_actors(self.service_name)
+                    self._look = Cards(actors, LOOK_TIMEOUT_S, bare=True)
+                except RayError as error:
+                    logger.debug("could not ask who is in %s: %s", self.service_name, error)
+            if self._look is not None and not self._look.waited_for():
+                (look, self._look) = self._look, None
+                if found := look.newest():
+                    self._follow(found[1])
         return self.current()
 
     def refresh_members(self) -> None:
@@ -543,7 +572,7 @@ class Replicas(Sequence[Member]):
     @property
     def rendezvous(self) -> tuple[str, int | None]:
         """This node's address, where transports meet the engines, and a port if one was named."""
-        return self.settings.rendezvous or (ray.util.get_node_ip_address(), None)
+        return self._met_at or (ray.util.get_node_ip_address(), None)
 
     def meeting_point(
         self, address: str | None = None, port: int | str | None = None
@@ -554,6 +583,5 @@ class Replicas(Sequence[Member]):
         known_address, known_port = self.rendezvous
         if port is None:
             port = free_port(known_address) if known_port is None else known_port
-        point = known_address if address is None else address, int(port)
-        self.settings = dataclasses.replace(self.settings, rendezvous=point)
-        return point
+        self._met_at = known_address if address is None else address, int(port)
+        return self._met_at

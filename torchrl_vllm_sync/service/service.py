@@ -242,6 +242,8 @@ class AsyncVLLM(RLvLLMEngine):
         self.fleet = Fleet(self.replicas, self.weights.pusher)
         self._native = NativeClient(self.replicas, self.weights)
         balancer = LoadBalancer(self, **settings.balancing) if self.replicas else None
+        if balancer is not None and is_copy:
+            balancer.become_a_copy()
         self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
         limit_s = settings.unresponsive_after_s
         self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)

@@ -142,7 +142,7 @@ class VersionLedger:
     def record(self, reports: list[LoadReport], version: int, run_id: str, *, strict: bool) -> bool:
         """Records the replicas' answers; returns whether they newly commit ``version``."""
         is_news = commits(reports, strict=strict) and version > self.committed
-        if is_news or version == self.committed:
+        if is_news or (version == self.committed and reached_some(reports)):
             self.committed, self.run_id = version, run_id
         self.newest = max([self.newest, self.committed, *(one.version or 0 for one in reports)])
         if reached_some(reports):
@@ -327,8 +327,8 @@ class WeightPusher:
             refuse_steps(self)
         self.slept_s: float | None = None  # while engines sleep: what it took to begin that
         self._members, self._ledger = Members(client), VersionLedger()
-        # The last version that a replica may hold.
-        self._pushed: dict[int | None, Content | Packed] = {}
+        # The last version that a replica may hold, and the run that it was sent as.
+        self._pushed: dict[int | None, tuple[Content | Packed, str]] = {}
         self._missed: set[str] = set()
         self._sender, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._deadlines, self._auditor = PushDeadlines(), Auditor(client)
@@ -564,7 +564,7 @@ class WeightPusher:
                         "hold, %s, to it: ask for answers with adapter=''",
                         kept,
                     )
-                known = self._pushed.get(version)
+                known, sent_as = self._pushed.get(version, (None, None))
                 if known is not None and (problem := known.difference(given)):
                     raise errors.StaleVersionError(
                         f"version {version} was pushed already, and what is pushed now cannot be "
@@ -592,6 +592,11 @@ class WeightPusher:
                         clear_caches(given)  # of what the trainer freed
                         self._rouse("weights")  # whoever cannot is named by what is sent to it
                 self._open(source)
+                if sent_as not in (None, transport.run_id):  # whoever has it would refuse it
+                    raise errors.StaleVersionError(
+                        f"version {version} was pushed already, by another transport: retry it by "
+                        "that one, or give these weights a later version"
+                    )
                 metadata, joined = source.metadata(), self._members.incarnations
                 if late := self._adapters.late(joined, self._missed):
                     self._bring_along(late)
@@ -633,7 +638,8 @@ class WeightPusher:
                     ledger.base = chosen
                 may_have = reached_some(reports) or any(one.is_silent for one in reports)
                 if may_have or transport.last_version >= chosen:
-                    self._pushed = {chosen: self._pushed.get(chosen, content)}
+                    content, _ = self._pushed.get(chosen, (content, ""))
+                    self._pushed = {chosen: (content, transport.run_id)}
                 self._keep_out(reports, chosen)
                 missed = failures.keys() & awaited.keys()
                 if not missed and all(one.loaded for one in reports if not one.error):
