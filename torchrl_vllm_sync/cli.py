@@ -103,6 +103,7 @@ def _train(options: argparse.Namespace, console: Console) -> None:
     from torchrl_vllm_sync.rl.grpo import train_grpo  # imports torch
 
     sys.path.insert(0, os.getcwd())  # for env.dataset=module:function
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     train_grpo(config)
     kept, logs = config.logging.checkpoint_dir, config.logging.log_dir
     weights = f"weights in {kept}" if kept else "weights were not saved: set logging.checkpoint_dir"

@@ -288,6 +288,13 @@ class NonFiniteWeightsError(SyncError, ValueError):
         return f"weights are not finite: {self.names[0]}, as one of {len(self.names)} tensors"
 
 
+class DivergedError(SyncError, FloatingPointError):
+    """The trained model computes NaN or infinity; no step was made of it."""
+
+    def __str__(self) -> str:
+        return "the model computes NaN or infinity, as after optimizer steps that were too large"
+
+
 class WeightAuditError(SyncError, RuntimeError):
     """Engines serve other weights than the trainer holds.
 

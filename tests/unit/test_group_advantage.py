@@ -12,7 +12,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage, MCAdvantageSelector
 
 from tests.fakes.dense import contents, dense_rows, stack_of
-from torchrl_vllm_sync.errors import RewardError, RowLayoutError
+from torchrl_vllm_sync.errors import RewardError, RowLayoutError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
 
 
@@ -321,3 +321,16 @@ def test_a_buffer_holds_groups_that_are_complete(storage):
     for group in torch.tensor([row["advantage"].item() for row in buffer[:].unbind(0)]).split(4):
         assert abs(group.sum()) < 1e-5
     assert "advantage" not in first
+
+
+@pytest.mark.parametrize("size", [1, 0])
+def test_groups_of_one_have_no_advantages(size):
+    with pytest.raises(UnsupportedArgumentError, match=f"grpo_size must be .* 2, got {size}"):
+        GroupAdvantage(grpo_size=size)
+
+
+def test_rewards_whose_spread_no_number_holds_are_refused():
+    with pytest.raises(RewardError, match="must be below 1e18, got 3e"):
+        GroupAdvantage(grpo_size=2).inv(batch("aa", [3e38, -3e38]))
+    rows = GroupAdvantage(grpo_size=2).inv(batch("aa", [9e17, -9e17]))
+    assert rows["advantage"].isfinite().all()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -143,6 +144,8 @@ ROWS = [{"query": [f"{number}?"]} for number in range(3)]
 TASKS = {"rewarded": (ROWS, TextReward(right)), "function": (ROWS, right)}
 TASKS |= {"transform": (ROWS, RewardSum())}  # of TorchRL's; a module, and so a function, too
 TASKS |= {"prompts alone": ROWS, "text": (ROWS, "right"), "nothing": None}
+TASKS |= {f"prompts: {one}": (one, right) for one in (None, 5, "4?", [], [{"q": ["4?"]}])}
+TASKS |= {f"a query: {one}": ([{"query": one}], right) for one in ("4?", [], [5], None)}
 
 
 def test_a_checkpoint_that_is_not_there_is_named_before_ray_starts(monkeypatch):
@@ -164,6 +167,13 @@ def test_a_task_of_ones_own_is_prompts_and_a_reward(name):
             ConfigError, match=rf"env.dataset.*{__name__}:task' must return prompts"
         ):
             grpo.load_task(config)
+
+
+def test_looking_at_the_first_prompt_takes_none_away(monkeypatch):
+    monkeypatch.setitem(TASKS, "generator", (iter(ROWS), right))
+    config = GRPOConfig.load(overrides=[f"env.dataset={__name__}:task"])
+    config.logging.experiment_name = "generator"
+    assert [*grpo.load_task(config)[0]] == ROWS
 
 
 def test_a_sequence_of_prompts_is_begun_again_and_an_iterator_must_not_end():
@@ -259,6 +269,21 @@ def test_only_a_whole_save_of_the_same_run_is_gone_on_from(tmp_path, capsys):
     assert "train.seed was 0" in told
     (folder / "rank-0.pt").write_text("al1 else")
     refused("logging.resume", "rank-0.pt has 8 bytes")
+
+
+@pytest.mark.parametrize("resume", ["never", "allow"])
+def test_a_folder_that_another_run_has_or_that_is_none_is_refused_at_once(tmp_path, resume):
+    def refused(folder, why):
+        logging = [f"logging.checkpoint_dir={folder}", f"logging.resume={resume}"]
+        with pytest.raises(
+            ConfigError, match=f"logging.checkpoint_dir {folder} cannot be used: .*{why}"
+        ):
+            train_grpo(GRPOConfig.load(overrides=[*logging, "model.name=/no/such"]))
+
+    with run_state.only_writer(tmp_path / "ours"):
+        refused(tmp_path / "ours", f"process {os.getpid()} saves there")
+    (tmp_path / "a file").touch()
+    refused(tmp_path / "a file", "File exists")
 
 
 def test_two_saves_are_kept_each_of_weights_that_engines_have(tmp_path):

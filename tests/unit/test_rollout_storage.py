@@ -365,6 +365,29 @@ def test_histories_of_other_turns_are_refused(number):
     assert storage[:]["history"].prompt.content == [["0", "1"], ["2", "3"]] * 2
 
 
+@pytest.mark.parametrize(
+    ("places", "written"),
+    [
+        ([-1], [3]),
+        (-1, [3]),
+        (torch.tensor([True, False, False, True]), [0, 3]),
+        (slice(None), [0, 1, 2, 3]),
+        (slice(-2, None), [2, 3]),
+        (slice(1, 3), [1, 2]),
+    ],
+)
+def test_places_are_those_of_the_rows_that_there_are(places, written):
+    first, second = batches(4, len(written))
+    wanted, given = contents(first), contents(second)
+    buffer = ReplayBuffer(storage=RolloutStorage(8), batch_size=4)
+    buffer.extend(first)
+    buffer[places] = second[0] if isinstance(places, int) else second
+    for at, one in zip(written, given, strict=True):
+        wanted[at] = one
+    assert [one["row"] for one in contents(buffer[:])] == [one["row"] for one in wanted]
+    assert_held(buffer[:], wanted)
+
+
 def test_rows_beyond_unwritten_places_are_refused():
     first, second = batches(3, 3)
     storage = RolloutStorage(16)

@@ -34,6 +34,7 @@ from torchrl_vllm_sync.errors import (
     TokenizerMismatchError,
     UnsupportedArgumentError,
 )
+from torchrl_vllm_sync.rl import tasks
 from torchrl_vllm_sync.rl.groups import GroupAdvantage, RolloutStorage
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 
@@ -472,6 +473,14 @@ def test_the_rows_of_a_group_have_seeds_of_their_own():
     policy = make_policy(Seeded(), generate_kwargs={"max_tokens": 9, "seed": 0})
     assert len([*by_group(policy.model, policy=policy, total_dialog_turns=8)]) == 2
     assert len({*seeds}) == len(seeds) == 8
+
+
+@pytest.mark.parametrize("name", ["masks", "policy_version", "next"])
+def test_a_column_of_the_data_set_does_not_take_the_place_of_the_rows_own(name):
+    prompts = [{"query": [f"What is {at} + 1?"], name: ["mine"]} for at in range(8)]
+    env = tasks.make_env(TOKENIZER, prompts, TextReward(length), num_envs=4, repeats=2)
+    with pytest.raises(InvalidPromptError, match=f"'{name}' is what the rows' own entry is called"):
+        next(iter(collector(env=env)))
 
 
 def test_a_collector_by_groups_tells_its_state_and_goes_on_from_none():

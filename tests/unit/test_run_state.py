@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random  # noqa: TID251  its state is what is saved
 import shutil
 import signal
@@ -276,6 +277,14 @@ def short(folder):
     return folder
 
 
+def one_bit(folder):
+    path = folder / "step-00000000" / "model" / "__0_0.distcp"
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(found)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -287,7 +296,14 @@ def short(folder):
         (no_files, "run.json is not what a save has"),
         (flipped, r"rank-0.pt has \d+ bytes of xxh3 .*, where \d+ bytes of xxh3 .* were saved"),
         (lost, "rank-0.pt has None, where"),
-        (short, r"model/__0_0.distcp has \d+ bytes, where \d+ bytes were saved"),
+        (
+            short,
+            r"model/__0_0.distcp has \d+ bytes of xxh3 .*, where \d+ bytes of xxh3 .* were saved",
+        ),
+        (
+            one_bit,
+            r"model/__0_0.distcp has (\d+) bytes of .*, where \1 bytes of xxh3 .* were saved",
+        ),
     ],
 )
 def test_a_folder_that_is_no_whole_save_is_refused_and_leaves_all_as_it_was(tmp_path, spoil, told):
@@ -453,6 +469,37 @@ def test_what_collectors_of_one_pacer_were_sampling_is_sampled_anew(tmp_path):
         next(iter(other))
 
 
+def test_a_save_of_an_earlier_release_is_compared_by_the_sizes_that_it_has(tmp_path):
+    stopped = Program(0)
+    stopped.run.save(tmp_path)
+    record = tmp_path / "step-00000000" / "run.json"
+    about = json.loads(record.read_text())
+    for name, told in about["files"].items():
+        if name.endswith(".distcp"):
+            about["files"][name] = told.partition(" of ")[0]
+    record.write_text(json.dumps(about))
+    assert Program(1).run.load(tmp_path) == 0
+    with pytest.raises(RunStateError, match=r"__0_0\.distcp has"):
+        Program(1).run.load(short(tmp_path))
+
+
+def test_two_that_save_to_one_folder_make_no_mixture(tmp_path, monkeypatch):
+    first, other = (RunState(torch.nn.Linear(2, 2)) for _ in range(2))
+    whole = run_state.state_dict_saver.save
+
+    def save(*args, **kwargs):
+        with pytest.raises(RunStateError, match=f"process {os.getpid()} saves there"):
+            other.save(tmp_path)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(run_state.state_dict_saver, "save", save)
+    first.save(tmp_path)
+    monkeypatch.undo()
+    assert other.load(tmp_path) == 0
+    assert torch.equal(other.model.weight, first.model.weight)
+    assert other.save(tmp_path).name == "step-00000001"  # who has saved lets others
+
+
 def test_of_several_ranks_one_asks_the_pacer_that_they_share(tmp_path, monkeypatch):
     def made(rank):
         monkeypatch.setattr(run_state, "_place", lambda: (rank, 2))
@@ -467,7 +514,7 @@ def test_of_several_ranks_one_asks_the_pacer_that_they_share(tmp_path, monkeypat
     assert [made(rank).load(tmp_path) for rank in (0, 1)] == [0, 0]
     pacer._call("join", "a", 4)
     assert pacer._call("admit", "a").number == 0  # it was under way
-    assert [made(rank)._asks_gate for rank in (0, 1)] == [True, False]
+    assert [made(rank)._led_gate for rank in (0, 1)] == [pacer, None]
 
 
 def test_a_collector_goes_on_from_a_state_by_itself():
@@ -577,12 +624,12 @@ def test_a_save_that_is_killed_leaves_the_earlier_one_whole(tmp_path):
         child.process.join(50)
         assert child.process.exitcode == -signal.SIGKILL
         child.close()
-        left = sorted(each.name for each in (tmp_path / one).iterdir())
+        left = sorted(each.name for each in (tmp_path / one).glob("*step*"))
         assert left == [".step-00000002", "step-00000001"]
         model = torch.nn.Linear(4, 4)
         run = RunState(model)
         assert run.load(tmp_path / one) == 1
         assert model.weight.unique().tolist() == [1]
         run.save(tmp_path / one, step=2)
-        left = sorted(each.name for each in (tmp_path / one).iterdir())
+        left = sorted(each.name for each in (tmp_path / one).glob("*step*"))
         assert left == ["step-00000001", "step-00000002"]

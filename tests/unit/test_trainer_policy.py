@@ -18,7 +18,12 @@ from torchrl.objectives.llm import GRPOLoss
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_vllm_sync import as_weight_source
-from torchrl_vllm_sync.errors import InvalidPromptError, SyncError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    DivergedError,
+    InvalidPromptError,
+    SyncError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.rl import trainer
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.testing import load_tiny_model, make_tiny_checkpoint, make_tiny_tokenizer
@@ -813,3 +818,10 @@ def test_a_policy_finer_than_the_engines_it_was_pushed_to_says_so_once(
         found = score()
         assert len(found) == tells
     assert not tells or "torch.autocast('cpu', torch.bfloat16)" in found[0]
+
+
+def test_a_model_that_computes_nan_is_named_by_the_loss(model, rows):
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(DivergedError, match="computes NaN or infinity"):
+        GRPOLoss(TrainerPolicy(model), masking_strategy="sft")(rows)

@@ -96,7 +96,8 @@ class TrainConfig:
     packing: Flag = False  # rows of a pass one after the other, without padding
     kl_to_inference_coeff: Coefficient = 0.0
     entropy_coeff: Coefficient = 0.0
-    seed: Natural = 0  # of the prompts' order, the tiny model and the engines
+    # Of the prompts' order, the tiny model and the engines.
+    seed: Annotated[int, Strict(), Field(ge=0, lt=2**63)] = 0
 
 
 @dataclass
@@ -159,7 +160,7 @@ class RayConfig:
 class LoggingConfig:
     """What a run leaves."""
 
-    # Otherwise of data set and model, and of the date unless the run can be resumed.
+    # Otherwise of data set and model, and of the date, or of checkpoint_dir if there is one.
     experiment_name: str | None = None
     backend: Annotated[str, Field(pattern="^(csv|tensorboard|wandb|mlflow|trackio)$")] = "csv"
     log_dir: str = "outputs/grpo"

@@ -21,6 +21,7 @@ from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer as _TorchRLBu
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.objectives.llm import MCAdvantageSelector as _Selector
 
+from torchrl_vllm_sync.checks import check_integer
 from torchrl_vllm_sync.errors import RewardError, RowLayoutError
 from torchrl_vllm_sync.rl.rows import ATTENTION, TOKENS, Columns, Padding, joined
 
@@ -74,6 +75,7 @@ class GroupAdvantage(MCAdvantage):
     def __init__(
         self, grpo_size: int, *args: Any, padding_token: int | None = None, **kwargs: Any
     ) -> None:
+        check_integer("grpo_size", grpo_size, 2)
         super().__init__(grpo_size, *args, **kwargs)
         self._padding = Padding(padding_token)
 
@@ -144,6 +146,9 @@ class GroupAdvantage(MCAdvantage):
             values = rewards.reshape(-1)[bad[:8]].tolist()
             told = f"{len(bad)} of {columns.size} are not finite: rows {bad[:8]} hold {values}"
             raise RewardError(f"{key!r}: {told}")
+        if not (rewards.abs() < 1e18).all():  # whose squares are none that float32 has
+            most = float(rewards.abs().max())
+            raise RewardError(f"{key!r}: must be below 1e18, got {most:g}")
 
     def _complete(
         self, columns: Columns, groups: list[Any], members: dict[Any, list[int]], num_waiting: int
@@ -253,7 +258,7 @@ class RolloutStorage(LazyStackStorage):
         """Copies rows in.
 
         Args:
-            cursor, data: Indices and as many rows, or one of each.
+            cursor, data: Indices, a slice or a mask, and as many rows; or an index and one.
             set_cursor: Without effect, as in TorchRL's list storages.
 
         Raises:
@@ -264,12 +269,14 @@ class RolloutStorage(LazyStackStorage):
             raise RowLayoutError((), f"rows must be a dense TensorDict, got {type(data).__name__}")
         rows = Columns.of(data if data.ndim else data.unsqueeze(0)).to(self.device)
         rows.check()
+        stored = self._storage
         if isinstance(cursor, slice):
-            cursor = range(*cursor.indices(self.max_size))
-        index = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1)[-self.max_size :]
+            cursor = range(*cursor.indices(max(len(stored), cursor.stop or 0)))
+        index = torch.as_tensor(cursor)
+        index = index.nonzero() if index.dtype is torch.bool else index.long()
+        index = torch.where(index < 0, index + len(stored), index).reshape(-1)[-self.max_size :]
         if len(rows) > self.max_size:  # the last ones stay
             rows = rows.take(torch.arange(len(rows))[-self.max_size :])
-        stored = self._storage
         if len(index) != len(rows):
             raise RowLayoutError((), f"{len(rows)} rows for {len(index)} places")
         end = max(len(stored), int(index.max()) + 1)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import itertools
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+import xxhash
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.envs import Transform
 from torchrl.objectives.llm.grpo import GRPOLoss
@@ -24,7 +26,7 @@ from torchrl.record.loggers.utils import get_logger
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_vllm_sync.checks import is_missing
+from torchrl_vllm_sync.checks import is_missing, shown
 from torchrl_vllm_sync.errors import ConfigError, RunStateError
 from torchrl_vllm_sync.replica import PushReport
 from torchrl_vllm_sync.rl import tasks
@@ -33,10 +35,11 @@ from torchrl_vllm_sync.rl.groups import GroupAdvantage
 from torchrl_vllm_sync.rl.policy import vLLMWrapper
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector, TextReward
 from torchrl_vllm_sync.rl.rows import ATTENTION, num_trained
-from torchrl_vllm_sync.rl.run_state import SAVED, RunState, newest_save
+from torchrl_vllm_sync.rl.run_state import SAVED, RunState, newest_save, only_writer
 from torchrl_vllm_sync.rl.statistics import RunLog
 from torchrl_vllm_sync.rl.trainer import TrainerPolicy
 from torchrl_vllm_sync.rl.updater import WeightUpdater
+from torchrl_vllm_sync.service.replicas import init_ray
 from torchrl_vllm_sync.service.service import AsyncVLLM
 from torchrl_vllm_sync.testing import make_tiny_checkpoint
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
@@ -114,14 +117,29 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], Transform]:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError({"env.dataset": f"{name!r} cannot be imported: {error}"}) from error
+    if not callable(make):
+        raise ConfigError({"env.dataset": f"{name!r} must be a function, got {shown(make)}"})
     match make(config):
         case (prompts, Transform() as reward):  # a TextReward, or whatever else rewards
-            return prompts, reward
+            return _begun(prompts, name), reward
         case (prompts, reward) if callable(reward):
-            return prompts, TextReward(reward)
+            return _begun(prompts, name), TextReward(reward)
         case other:
             told = f"{name!r} must return prompts and a TextReward, got {type(other).__name__}"
             raise ConfigError({"env.dataset": told})
+
+
+def _begun(prompts: Any, name: str) -> Iterable[dict[str, Any]]:
+    """The prompts, of which the first is one."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | Mapping):
+        told = f"{name!r} must return prompts that can be iterated over, got {shown(prompts)}"
+        raise ConfigError({"env.dataset": told})
+    again = iter(prompts)
+    match first := next(again, None):
+        case {"query": [str(), *_]}:
+            return itertools.chain([first], again) if again is prompts else prompts
+    told = f'{name!r} must return prompts as {{"query": ["text"]}}, got {shown(first)}'
+    raise ConfigError({"env.dataset": told})
 
 
 class Learner:
@@ -343,7 +361,7 @@ def _ray_of(config: GRPOConfig) -> Iterator[None]:
     given.setdefault("address", os.environ.get("RAY_ADDRESS", "local"))
     if given["address"] == "local":
         given["num_gpus"] = engine.num_devices * engine.tensor_parallel_size * on_gpus
-    ray.init(**given)
+    init_ray(**given)
     try:
         yield
     finally:
@@ -398,13 +416,33 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
     config = copy.deepcopy(config)
     config.check()
     _check_machine(config)
+    with _own_folder(config):
+        return _train(config)
+
+
+@contextlib.contextmanager
+def _own_folder(config: GRPOConfig) -> Iterator[None]:
+    """Keeps other runs out of ``checkpoint_dir``, and finds at once that it cannot be written."""
+    with contextlib.ExitStack() as kept:
+        if (folder := config.logging.checkpoint_dir) is not None:
+            try:
+                kept.enter_context(only_writer(Path(folder)))
+            except (OSError, RunStateError) as error:
+                why = f"{folder} cannot be used: {error}"
+                raise ConfigError({"logging.checkpoint_dir": why}) from error
+        yield
+
+
+def _train(config: GRPOConfig) -> list[dict[str, float]]:
     begun, settings = _saved(config), config._of_rows
     task, found = load_task(config), []
     torch.manual_seed(config.train.seed)
     logging, dataset = config.logging, config.env.dataset
     name = logging.experiment_name or f"grpo-{dataset}-{config.model.name}"
-    if logging.experiment_name is None and logging.checkpoint_dir is None:
-        name += time.strftime("-%Y%m%d-%H%M%S")  # no other run's figures are added to
+    if logging.experiment_name is None:  # no other run's figures are added to
+        kept = logging.checkpoint_dir
+        folder = kept and xxhash.xxh3_64_hexdigest(os.path.realpath(kept).encode())[:8]
+        name += f"-{folder}" if folder else time.strftime("-%Y%m%d-%H%M%S")
     with contextlib.ExitStack() as running:
         running.enter_context(set_list_to_stack(True))  # TorchRL's chat environments ask for it
         if config.model.name == TINY:
@@ -416,8 +454,9 @@ def train_grpo(config: GRPOConfig) -> list[dict[str, float]]:
             raise ConfigError({"model.name": told})
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.model.name, padding_side="left")
-        except OSError as error:
-            raise ConfigError({"model.name": f"cannot be loaded: {error}"}) from error
+        except (OSError, ValueError) as error:
+            why = f"{config.model.name} cannot be loaded: {error}"
+            raise ConfigError({"model.name": why}) from error
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # as get_logger has no other
         backend: Any = logging.backend
         logger: Any = get_logger(backend, logging.log_dir, name.replace("/", "-"))

@@ -89,14 +89,11 @@ class LocalReplicas(Replicas):
     """The one replica of an ``LLM``, which is called in threads of this process."""
 
     def __init__(self, replica: _LocalReplica) -> None:
-        settings = ServiceSettings(
-            name=f"llm-{os.getpid()}-{id(replica):x}",
-            engine_args=replica.engine,
-            rendezvous=(LOCAL_ADDRESS, None),
-        )
+        name = f"llm-{os.getpid()}-{id(replica):x}"
+        settings = ServiceSettings(name=name, engine_args=replica.engine)
         member = Member(REPLICA_ID, replica, description=replica.describe())
         super().__init__(settings, Membership([member]))
-        self._replica = replica
+        self._replica, self._met_at = replica, (LOCAL_ADDRESS, None)
 
     def start_calls(
         self, method: str, calls: Mapping[str, tuple[Any, ...]], **kwargs: Any

@@ -645,6 +645,9 @@ class RolloutCollector(LLMCollector):
         """The policy's rows, with what the data set has of each."""
         rows = self.policy.answer_chats(self._chats(loaded), of_row, **given)
         for name in _primer(self.env).primers.keys():  # noqa: SIM118  a Composite
+            if name in {*rows.keys(), "next"}:
+                told = "is what the rows' own entry is called: give the data set's another name"
+                raise InvalidPromptError(f"{name!r} {told}")
             rows[name] = _column([one.get(name) for one in loaded])[of_row]
         return rows
 

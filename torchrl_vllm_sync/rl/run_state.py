@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
+import hashlib
 import json
 import os
 import random  # noqa: TID251  its state is the user's
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,34 +118,36 @@ class RunState:
             The folder of this save.
 
         Raises:
-            RunStateError: There is a save of this or a later step.
+            RunStateError: There is a save of this or a later step, or another process saves there.
             PacingTimeoutError: What a collector was handing on did not get to its buffer in time.
         """
         root, (rank, num_ranks) = Path(directory), _place()
-        with _together(root) as told:
-            if rank == 0:
-                told.append(_begun(root, step))
-        (number,) = told
-        name = f"{number:08d}"
-        folder = root / (UNFINISHED + name)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as writing:
+            with _together(root) as told:
+                if rank == 0:
+                    writing.enter_context(only_writer(root))
+                    told.append(_begun(root, step))
+            (number,) = told
+            name = f"{number:08d}"
+            folder = root / (UNFINISHED + name)
+            with contextlib.ExitStack() as frozen:
+                with _together(root):
+                    if gate := self._led_gate:  # nothing gets into any rank's buffer meanwhile
+                        frozen.callback(gate._call, "thaw")
+                        gate._call("freeze")
+                        gate._call("settled", waits=True)
+                with _together(root):
+                    torch.save(self._state(), folder / f"rank-{rank}.pt")
+                    _fsync(folder / f"rank-{rank}.pt")
+            self._access(state_dict_saver.save, folder)
             with _together(root):
-                if self._asks_gate:  # nothing gets into any rank's buffer meanwhile
-                    stack.callback(self._gate._call, "thaw")
-                    self._gate._call("freeze")
-                    self._gate._call("settled", waits=True)
-            with _together(root):
-                torch.save(self._state(), folder / f"rank-{rank}.pt")
-                _fsync(folder / f"rank-{rank}.pt")
-        self._access(state_dict_saver.save, folder)
-        with _together(root):
-            if rank == 0:
-                about = self._about() | {"step": number, "num_ranks": num_ranks}
-                (folder / ABOUT).write_text(json.dumps(about | {"files": _sums(folder)}))
-                for one in (folder / ABOUT, folder / MODEL, folder):
-                    _fsync(one)
-                folder.rename(root / (SAVED + name))
-                _fsync(root)
+                if rank == 0:
+                    about = self._about() | {"step": number, "num_ranks": num_ranks}
+                    (folder / ABOUT).write_text(json.dumps(about | {"files": _sums(folder)}))
+                    for one in (folder / ABOUT, folder / MODEL, folder):
+                        _fsync(one)
+                    folder.rename(root / (SAVED + name))
+                    _fsync(root)
         return root / (SAVED + name)
 
     def load(self, directory: str | os.PathLike[str], *, audit: bool = True) -> int:
@@ -173,7 +178,7 @@ class RunState:
             file = folder / f"rank-{_place()[0]}.pt"
             state = torch.load(file, map_location="cpu", weights_only=False)
             _require(folder, "parts", self._parts(), state["parts"])
-            if self.pacer is not None and self._asks_gate:
+            if self.pacer is not None and self._led_gate:
                 self.pacer._call("check_state", state["pacer"])
             if self.collector is not None:
                 self.collector._check_state(state["collector"])
@@ -182,7 +187,7 @@ class RunState:
                 undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
                 one.load_state_dict(state["others"][name])
             undo.pop_all()
-            if self.pacer is not None and self._asks_gate:
+            if self.pacer is not None and self._led_gate:
                 self.pacer.load_state_dict(state["pacer"])
             if self.collector is not None:
                 self.collector.load_state_dict(state["collector"])
@@ -216,9 +221,9 @@ class RunState:
         }
 
     @property
-    def _asks_gate(self) -> bool:
-        """Whether this rank tells the pacer: of one that ranks may share, only the first."""
-        return self._gate is not None and (self.pacer is None or _place()[0] == 0)
+    def _led_gate(self) -> Any:
+        """The pacer, if this rank is to tell it anything: of one that is shared, only the first."""
+        return self._gate if self.pacer is None or _place()[0] == 0 else None
 
     @property
     def _has_begun(self) -> bool:
@@ -273,13 +278,29 @@ class RunState:
 
     def _found(self, root: Path) -> tuple[Path, dict[str, Any]]:
         """The newest save, which is whole and of a program like this one."""
-        folder, about = newest_save(root)
+        folder, about = newest_save(root, reads=_place()[0] == 0)  # what fails there fails here
         for name, mine in ({"num_ranks": _place()[1]} | self._about()).items():
             _require(folder, name, mine, about.get(name))
         return folder, about
 
 
-def newest_save(root: Path) -> tuple[Path, dict[str, Any]]:
+@contextlib.contextmanager
+def only_writer(root: Path) -> Iterator[None]:
+    """Refuses others that save there at the same time, from this or another process."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".writer").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunStateError(str(root), f"process {file.read()} saves there") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def newest_save(root: Path, *, reads: bool = True) -> tuple[Path, dict[str, Any]]:
     """The folder of the newest save, which is whole, and what its ``run.json`` says."""
     saves = [root] if (root / ABOUT).exists() else [*root.glob(f"{SAVED}*")]
     if not saves:
@@ -292,9 +313,11 @@ def newest_save(root: Path) -> tuple[Path, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{ABOUT} is not what a save has: {error!r}"
         raise RunStateError(str(folder), reason) from error
-    there = _sums(folder)
+    there = _sums(folder, reads=reads)
     for name, saved_as in files.items():
-        if there.get(name) != saved_as:
+        # Without a checksum it was saved so, or another rank reads it.
+        known = min(there.get(name, ""), saved_as, key=len)
+        if not known or not (there[name].startswith(known) and saved_as.startswith(known)):
             reason = f"{name} has {there.get(name)}, where {saved_as} were saved"
             raise RunStateError(str(folder), reason)
     return folder, about
@@ -352,16 +375,23 @@ def _step_of(folder: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _sums(folder: Path) -> dict[str, str]:
-    """Of each file its size, and of what is unpickled a checksum."""
-    found: dict[str, str] = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != ABOUT:
-            found[name] = f"{path.stat().st_size} bytes"
-            if path.suffix != ".distcp":
-                found[name] += f" of xxh3 {xxhash.xxh3_64_hexdigest(path.read_bytes())}"
-    return found
+def _sums(folder: Path, *, reads: bool = True) -> dict[str, str]:
+    """Of each file its size and a checksum; without reading, of what is unpickled alone."""
+
+    def of(path: Path) -> str:
+        told = f"{path.stat().st_size} bytes"
+        if path.suffix == ".distcp" and not reads:
+            return told
+        with path.open("rb") as file:
+            made: Any = xxhash.xxh3_64
+            return f"{told} of xxh3 {hashlib.file_digest(file, made).hexdigest()}"
+
+    paths = [one for one in folder.rglob("*") if one.is_file() and one.name != ABOUT]
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(of, paths)
+        return {
+            one.relative_to(folder).as_posix(): sum_ for one, sum_ in zip(paths, told, strict=True)
+        }
 
 
 def _fsync(path: Path) -> None:

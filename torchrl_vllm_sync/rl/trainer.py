@@ -22,7 +22,11 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase, LogProbs
 from transformers import PreTrainedModel
 
 from torchrl_vllm_sync.checks import check_integer, check_number
-from torchrl_vllm_sync.errors import InvalidPromptError, UnsupportedArgumentError
+from torchrl_vllm_sync.errors import (
+    DivergedError,
+    InvalidPromptError,
+    UnsupportedArgumentError,
+)
 from torchrl_vllm_sync.rl import rows as keys
 from torchrl_vllm_sync.weights.module import base_model, unwrap
 from torchrl_vllm_sync.weights.sharded import is_sharded
@@ -97,6 +101,7 @@ class TrainerPolicy(LLMWrapperBase):
         InvalidPromptError: Of a call or a loss: an entry is missing or of a wrong shape, a token is
             outside the vocabulary or its sampling mask, a row is longer than the model's positions,
             or has no token that the loss asks for.
+        DivergedError: Of a loss with entropies: the model computes NaN or infinity.
 
     Example:
         >>> policy = TrainerPolicy(model, micro_batch=16)
@@ -459,6 +464,10 @@ class TokenDistribution(torch.distributions.Distribution):
             scores = self._scorer(self._tokens[self._positions])
             self._entropies[torch.is_grad_enabled()] = scores[1]
         return self._laid_out(self._entropies[torch.is_grad_enabled()])
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:  # noqa: ARG002
+        """Refuses: TorchRL's losses ask for it where an entropy is not finite."""
+        raise DivergedError
 
     def _laid_out(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.mask.shape).index_put(self._positions, values)

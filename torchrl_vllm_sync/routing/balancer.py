@@ -530,9 +530,9 @@ class LoadBalancer:
         # A service that holds this balancer may not be whole yet: leave it alone. A copied ledger
         # has the usual clock.
         self.__dict__.update(state)
-        self.become_a_copy()
+        self._become_a_copy()
 
-    def become_a_copy(self) -> None:
+    def _become_a_copy(self) -> None:
         """Takes a seed and a first turn of its own, so that copies do not all choose alike."""
         self.seed = secrets.randbits(63)
         self._build(first_turn=self.seed, clock=time.monotonic)

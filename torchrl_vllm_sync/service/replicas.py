@@ -93,17 +93,22 @@ NEWER_WITHIN_S = 1.0
 def ensure_ray(default: str) -> None:
     """Joins the cluster named by ``RAY_ADDRESS``, or else by ``default``, unless one is joined."""
     if not ray.is_initialized():
-        sigterm = signal.getsignal(signal.SIGTERM)
         # What engines print is in Ray's own log files, unless the user has asked for it.
-        ray.init(
+        init_ray(
             address=os.environ.get("RAY_ADDRESS", default),
             logging_level=logging.ERROR,
             log_to_driver=None if "RAY_LOG_TO_DRIVER" in os.environ else False,
         )
-        # Ray's C++ handler would print a trace and abort. This leaves every ``with`` instead.
-        if threading.current_thread() is threading.main_thread():
-            is_default = sigterm in (signal.SIG_DFL, None)
-            signal.signal(signal.SIGTERM, _exit_on_signal if is_default else sigterm)
+
+
+def init_ray(**options: Any) -> None:
+    """Calls ``ray.init``, after which SIGTERM leaves every ``with`` of the main thread."""
+    sigterm = signal.getsignal(signal.SIGTERM)
+    ray.init(**options)
+    # Ray's C++ handler would print a trace and abort.
+    if threading.current_thread() is threading.main_thread():
+        is_default = sigterm in (signal.SIG_DFL, None)
+        signal.signal(signal.SIGTERM, _exit_on_signal if is_default else sigterm)
 
 
 def _exit_on_signal(number: int, _: object) -> None:
@@ -306,7 +311,7 @@ class Replicas(Sequence[Member]):
         self, settings: ServiceSettings, membership: Membership | None = None, is_copy: bool = False
     ) -> None:
         self.settings = settings  # replaced by a new balancer
-        self._met_at: tuple[str, int] | None = None  # once that was named or asked for
+        self._met_at: tuple[str, int | None] | None = None  # once that was named or asked for
         self.membership = membership  # ``None`` unless the service is launched
         self.is_copy = is_copy  # of a service that another process launched
         self.follows = is_copy or settings.detached  # others may change the membership
@@ -583,5 +588,5 @@ class Replicas(Sequence[Member]):
         known_address, known_port = self.rendezvous
         if port is None:
             port = free_port(known_address) if known_port is None else known_port
-        self._met_at = known_address if address is None else address, int(port)
-        return self._met_at
+        self._met_at = point = known_address if address is None else address, int(port)
+        return point

@@ -243,7 +243,7 @@ class AsyncVLLM(RLvLLMEngine):
         self._native = NativeClient(self.replicas, self.weights)
         balancer = LoadBalancer(self, **settings.balancing) if self.replicas else None
         if balancer is not None and is_copy:
-            balancer.become_a_copy()
+            balancer._become_a_copy()
         self.requests = Requests(self.replicas, balancer, self.fleet.recovers)
         limit_s = settings.unresponsive_after_s
         self._monitor = LoadMonitor(self.load, self.replicas.to_ask, unresponsive_after_s=limit_s)
