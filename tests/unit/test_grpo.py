@@ -145,7 +145,9 @@ TASKS = {"rewarded": (ROWS, TextReward(right)), "function": (ROWS, right)}
 TASKS |= {"transform": (ROWS, RewardSum())}  # of TorchRL's; a module, and so a function, too
 TASKS |= {"prompts alone": ROWS, "text": (ROWS, "right"), "nothing": None}
 TASKS |= {f"prompts: {one}": (one, right) for one in (None, 5, "4?", [], [{"q": ["4?"]}])}
-TASKS |= {f"a query: {one}": ([{"query": one}], right) for one in ("4?", [], [5], None)}
+TASKS |= {f"a query: {one}": ([{"query": one}], right) for one in ("", [], [5], None)}
+TASKS["a text"] = [{"query": "4?"}], right
+TASKS["tensordicts"] = [TensorDict({"query": ["4?"]}), TensorDict({"query": "4?"})], right
 
 
 def test_a_checkpoint_that_is_not_there_is_named_before_ray_starts(monkeypatch):
@@ -158,10 +160,11 @@ def test_a_checkpoint_that_is_not_there_is_named_before_ray_starts(monkeypatch):
 def test_a_task_of_ones_own_is_prompts_and_a_reward(name):
     config = GRPOConfig.load(overrides=[f"env.dataset={__name__}:task"])
     config.logging.experiment_name = name
-    if name in ("rewarded", "function", "transform"):
+    if name in ("rewarded", "function", "transform", "a text", "tensordicts"):
         prompts, reward = grpo.load_task(config)
         wanted = RewardSum if name == "transform" else TextReward
-        assert (prompts, type(reward)) == (ROWS, wanted)
+        assert prompts is TASKS[name][0]
+        assert type(reward) is wanted
     else:
         with pytest.raises(
             ConfigError, match=rf"env.dataset.*{__name__}:task' must return prompts"

@@ -624,12 +624,12 @@ def test_a_save_that_is_killed_leaves_the_earlier_one_whole(tmp_path):
         child.process.join(50)
         assert child.process.exitcode == -signal.SIGKILL
         child.close()
-        left = sorted(each.name for each in (tmp_path / one).glob("*step*"))
-        assert left == [".step-00000002", "step-00000001"]
+        left = sorted(each.name for each in (tmp_path / one).iterdir())
+        assert left == [".step-00000002", ".writer", "step-00000001"]
         model = torch.nn.Linear(4, 4)
         run = RunState(model)
         assert run.load(tmp_path / one) == 1
         assert model.weight.unique().tolist() == [1]
         run.save(tmp_path / one, step=2)
-        left = sorted(each.name for each in (tmp_path / one).glob("*step*"))
-        assert left == ["step-00000001", "step-00000002"]
+        left = sorted(each.name for each in (tmp_path / one).iterdir())
+        assert left == [".writer", "step-00000001", "step-00000002"]

@@ -135,9 +135,10 @@ def _begun(prompts: Any, name: str) -> Iterable[dict[str, Any]]:
         told = f"{name!r} must return prompts that can be iterated over, got {shown(prompts)}"
         raise ConfigError({"env.dataset": told})
     again = iter(prompts)
-    match first := next(again, None):
-        case {"query": [str(), *_]}:
-            return itertools.chain([first], again) if again is prompts else prompts
+    first: Any = next(again, None)
+    asked = first["query"] if isinstance(first, Mapping) and "query" in first else None
+    if asked and isinstance(asked, Iterable) and all(isinstance(one, str) for one in asked):
+        return itertools.chain([first], again) if again is prompts else prompts
     told = f'{name!r} must return prompts as {{"query": ["text"]}}, got {shown(first)}'
     raise ConfigError({"env.dataset": told})
 
