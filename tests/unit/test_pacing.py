@@ -284,6 +284,9 @@ def test_a_trainer_is_woken_when_its_batch_is_there():
     told = "no batch was complete within 0.05 s: 4 rows admitted, 0 trained .*batch 0.*held by a"
     with pytest.raises(PacingTimeoutError, match=told):
         pacer.wait_for_batch()
+    pacer.leave("a")
+    with pytest.raises(PacingTimeoutError, match="held by nobody; no collector is there, or all"):
+        pacer.wait_for_batch()
 
 
 def test_what_a_dead_collector_waited_for_goes_to_others():

@@ -224,7 +224,8 @@ class Ledger:
         bound = f"batch_size={self.batch_size}, max_staleness={self.max_staleness}"
         rows = f"{self.num_admitted * self.num_rows} rows admitted, {self.num_trained} trained"
         owner, _ = self._held.get(self.num_delivered, ("nobody", ()))
-        return f"{rows} ({bound}), and batch {self.num_delivered} is next, held by {owner}"
+        who = "" if self._joined else "; no collector is there, or all have failed or left"
+        return f"{rows} ({bound}), and batch {self.num_delivered} is next, held by {owner}{who}"
 
     def _batches_ahead(self, number: int) -> int:
         """How many batches are to be trained before that of a ticket."""
