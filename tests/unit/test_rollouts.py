@@ -30,6 +30,7 @@ from torchrl_vllm_sync import vLLMWrapper
 from torchrl_vllm_sync.errors import (
     GenerationError,
     InvalidPromptError,
+    PacingError,
     RewardError,
     TokenizerMismatchError,
     UnsupportedArgumentError,
@@ -481,6 +482,13 @@ def test_a_column_of_the_data_set_does_not_take_the_place_of_the_rows_own(name):
     env = tasks.make_env(TOKENIZER, prompts, TextReward(length), num_envs=4, repeats=2)
     with pytest.raises(InvalidPromptError, match=f"'{name}' is what the rows' own entry is called"):
         next(iter(collector(env=env)))
+
+
+def test_a_collector_by_groups_that_was_shut_down_says_so():
+    rolled = by_group(ByGroup())
+    rolled.shutdown()
+    with pytest.raises(PacingError, match="the collector was shut down"):
+        next(iter(rolled))
 
 
 def test_a_collector_by_groups_tells_its_state_and_goes_on_from_none():

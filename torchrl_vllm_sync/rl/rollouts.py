@@ -484,6 +484,8 @@ class RolloutCollector(LLMCollector):
 
     def _rollout_groups(self) -> TensorDict:
         """A batch of the groups that end first, while as many others are on their way."""
+        if self._stop:
+            raise PacingError("the collector was shut down")
         number = self.dialog_turns_per_batch // _group_size(self.env)
         is_last = self._frames + self.dialog_turns_per_batch >= self.total_frames
         self._send_groups((1 if is_last else 2) * number - len(self._groups))
