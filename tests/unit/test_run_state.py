@@ -1,5 +1,6 @@
 """A run that is saved and gone on with has the rows, losses and weights of one never stopped."""
 
+import errno
 import itertools
 import json
 import os
@@ -498,6 +499,15 @@ def test_two_that_save_to_one_folder_make_no_mixture(tmp_path, monkeypatch):
     assert other.load(tmp_path) == 0
     assert torch.equal(other.model.weight, first.model.weight)
     assert other.save(tmp_path).name == "step-00000001"  # who has saved lets others
+
+
+def test_a_file_system_without_locks_is_saved_to_and_said(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(run_state.fcntl, "flock", flock)
+    RunState(torch.nn.Linear(2, 2)).save(tmp_path)
+    assert f"{tmp_path} cannot be locked" in caplog.text
 
 
 def test_of_several_ranks_one_asks_the_pacer_that_they_share(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import copy
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import random  # noqa: TID251  its state is the user's
 import warnings
@@ -34,6 +35,8 @@ from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector
 from torchrl_vllm_sync.rl.updater import WeightUpdater
 from torchrl_vllm_sync.weights.snapshots.files import remove_folder
+
+logger = logging.getLogger(__name__)
 
 FORMAT, ABOUT, MODEL = 1, "run.json", "model"
 SAVED, UNFINISHED = "step-", ".step-"
@@ -294,6 +297,8 @@ def only_writer(root: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise RunStateError(str(root), f"process {file.read()} saves there") from None
+        except OSError as error:  # some file systems of clusters have no locks
+            logger.warning("%s cannot be locked, nor others be kept from it: %s", root, error)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
