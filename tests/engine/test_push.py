@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from tests.engine.checks import TOLERANCE, assert_holds, distance, perturbed
 from tests.engine.trainers import broadcast
-from torchrl_vllm_sync import AdapterSource, MemmapTransport
+from torchrl_vllm_sync import AdapterSource, MemmapTransport, TrainerPolicy
 from torchrl_vllm_sync.errors import (
     StaleVersionError,
     UnsupportedArgumentError,
@@ -52,6 +52,17 @@ def test_one_step_of_an_optimizer_is_far_above_the_tolerance(pushed):
     assert distance(service, model, 0) > 5 * TOLERANCE
     with pytest.raises(AssertionError, match="replica 0 differs by"):
         assert_holds(service, model)
+
+
+def test_a_policy_finer_than_the_engines_that_it_was_pushed_to_says_so(service, model, caplog):
+    ids, mask = torch.arange(5, 13)[None], torch.ones(1, 8, dtype=torch.bool)
+    masks = {"all_attention_mask": mask, "all_assistant_mask": mask}
+    rows = TensorDict({"tokens": {"full": ids}, "masks": masks}, [1])
+    for dtype, told in ((torch.float32, 0), (torch.float64, 1)):
+        policy = TrainerPolicy(copy.deepcopy(model).to(dtype))
+        service.push_weights(policy)
+        policy(rows)
+        assert caplog.text.count("computed in torch.float64, by engines in torch.float32") == told
 
 
 def test_adapters_are_refused_by_engines_that_hold_none(pushed):

@@ -121,15 +121,15 @@ def load_task(config: GRPOConfig) -> tuple[Iterable[dict[str, Any]], Transform]:
         raise ConfigError({"env.dataset": f"{name!r} must be a function, got {shown(make)}"})
     match make(config):
         case (prompts, Transform() as reward):  # a TextReward, or whatever else rewards
-            return _begun(prompts, name), reward
+            return _checked(prompts, name), reward
         case (prompts, reward) if callable(reward):
-            return _begun(prompts, name), TextReward(reward)
+            return _checked(prompts, name), TextReward(reward)
         case other:
             told = f"{name!r} must return prompts and a TextReward, got {type(other).__name__}"
             raise ConfigError({"env.dataset": told})
 
 
-def _begun(prompts: Any, name: str) -> Iterable[dict[str, Any]]:
+def _checked(prompts: Any, name: str) -> Iterable[dict[str, Any]]:
     """The prompts, of which the first is one."""
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | Mapping):
         told = f"{name!r} must return prompts that can be iterated over, got {shown(prompts)}"
