@@ -489,7 +489,7 @@ def test_two_that_save_to_one_folder_make_no_mixture(tmp_path, monkeypatch):
     whole = run_state.state_dict_saver.save
 
     def save(*args, **kwargs):
-        with pytest.raises(RunStateError, match=f"process {os.getpid()} saves there"):
+        with pytest.raises(RunStateError, match=f"pid {os.getpid()} .* saves there"):
             other.save(tmp_path)
         return whole(*args, **kwargs)
 
@@ -499,6 +499,20 @@ def test_two_that_save_to_one_folder_make_no_mixture(tmp_path, monkeypatch):
     assert other.load(tmp_path) == 0
     assert torch.equal(other.model.weight, first.model.weight)
     assert other.save(tmp_path).name == "step-00000001"  # who has saved lets others
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path):
+    with run_state.only_writer(tmp_path):
+        child = os.fork()
+        if not child:  # it has the open file, too
+            signal.pause()
+            os._exit(0)
+    try:
+        with run_state.only_writer(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_file_system_without_locks_is_saved_to_and_said(tmp_path, monkeypatch, caplog):

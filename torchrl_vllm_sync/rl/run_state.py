@@ -34,7 +34,7 @@ from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector
 from torchrl_vllm_sync.rl.updater import WeightUpdater
-from torchrl_vllm_sync.weights.snapshots.files import remove_folder
+from torchrl_vllm_sync.weights.snapshots.files import lock_holders, remove_folder, take_lock
 
 logger = logging.getLogger(__name__)
 
@@ -291,17 +291,15 @@ class RunState:
 def only_writer(root: Path) -> Iterator[None]:
     """Refuses others that save there at the same time, from this or another process."""
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".writer").open("a+") as file:
+    path = root / ".writer"
+    with path.open("a") as file, contextlib.ExitStack() as locked:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunStateError(str(root), f"process {file.read()} saves there") from None
+            if not take_lock(file.fileno()):
+                raise RunStateError(str(root), f"{lock_holders(path)} saves there")
+            # Said, as a child that was forked by then would keep it.
+            locked.callback(fcntl.flock, file, fcntl.LOCK_UN)
         except OSError as error:  # some file systems of clusters have no locks
             logger.warning("%s cannot be locked, nor others be kept from it: %s", root, error)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         yield
 
 
