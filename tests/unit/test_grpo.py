@@ -275,7 +275,9 @@ def test_only_a_whole_save_of_the_same_run_is_gone_on_from(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("resume", ["never", "allow"])
-def test_a_folder_that_another_run_has_or_that_is_none_is_refused_at_once(tmp_path, resume):
+def test_a_folder_that_another_run_has_or_that_is_none_is_refused(tmp_path, monkeypatch, resume):
+    monkeypatch.setattr(grpo, "ENDING_S", 0.1)
+
     def refused(folder, why):
         logging = [f"logging.checkpoint_dir={folder}", f"logging.resume={resume}"]
         with pytest.raises(

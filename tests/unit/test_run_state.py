@@ -7,6 +7,8 @@ import os
 import random  # noqa: TID251  its state is what is saved
 import shutil
 import signal
+import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -499,6 +501,25 @@ def test_two_that_save_to_one_folder_make_no_mixture(tmp_path, monkeypatch):
     assert other.load(tmp_path) == 0
     assert torch.equal(other.model.weight, first.model.weight)
     assert other.save(tmp_path).name == "step-00000001"  # who has saved lets others
+
+
+def test_one_that_is_ending_is_waited_for(tmp_path):
+    order = []
+
+    def first():
+        with run_state.only_writer(tmp_path):
+            begun.set()
+            time.sleep(0.3)
+            order.append("first")
+
+    begun = threading.Event()
+    running = threading.Thread(target=first)
+    running.start()
+    begun.wait(20)
+    with run_state.only_writer(tmp_path, timeout_s=50):
+        order.append("other")
+    running.join()
+    assert order == ["first", "other"]
 
 
 def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path):

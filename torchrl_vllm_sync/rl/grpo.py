@@ -46,6 +46,8 @@ from torchrl_vllm_sync.weights.snapshots.files import remove_folder
 
 # Decoding in CUDA graphs, without the minute that compiling takes at each start.
 _CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+# Seconds that a run which was killed has to end, where another goes on from it.
+ENDING_S = 10.0
 RUN = "run"  # the folder of saved runs, beside those of weights
 _FIGURES = ("loss_objective", "clip_fraction", "kl_approx")
 # What TorchRL's loss averages over trained tokens; all else it does over rows with their padding.
@@ -427,7 +429,7 @@ def _own_folder(config: GRPOConfig) -> Iterator[None]:
     with contextlib.ExitStack() as kept:
         if (folder := config.logging.checkpoint_dir) is not None:
             try:
-                kept.enter_context(only_writer(Path(folder)))
+                kept.enter_context(only_writer(Path(folder), ENDING_S))
             except (OSError, RunStateError) as error:
                 why = f"{folder} cannot be used: {error}"
                 raise ConfigError({"logging.checkpoint_dir": why}) from error

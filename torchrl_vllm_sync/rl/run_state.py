@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random  # noqa: TID251  its state is the user's
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from torchrl_vllm_sync.checks import check_integer
+from torchrl_vllm_sync.checks import Deadline, check_integer
 from torchrl_vllm_sync.errors import RunStateError, UnsupportedArgumentError
 from torchrl_vllm_sync.rl.pacing import Pacer
 from torchrl_vllm_sync.rl.rollouts import RolloutCollector
@@ -288,14 +289,16 @@ class RunState:
 
 
 @contextlib.contextmanager
-def only_writer(root: Path) -> Iterator[None]:
-    """Refuses others that save there at the same time, from this or another process."""
+def only_writer(root: Path, timeout_s: float = 0.0) -> Iterator[None]:
+    """Refuses others that save there at the same time; one that is there has so long to end."""
     root.mkdir(parents=True, exist_ok=True)
-    path = root / ".writer"
+    path, deadline = root / ".writer", Deadline(timeout_s)
     with path.open("a") as file, contextlib.ExitStack() as locked:
         try:
-            if not take_lock(file.fileno()):
-                raise RunStateError(str(root), f"{lock_holders(path)} saves there")
+            while not take_lock(file.fileno()):
+                if deadline.passed:
+                    raise RunStateError(str(root), f"{lock_holders(path)} saves there")
+                time.sleep(0.05)
             # Said, as a child that was forked by then would keep it.
             locked.callback(fcntl.flock, file, fcntl.LOCK_UN)
         except OSError as error:  # some file systems of clusters have no locks
